@@ -1,0 +1,14 @@
+"""The axis legend: one letter, one meaning, everywhere in code, docstrings, errors and tests."""
+
+AXES = {
+    "B": "rows of the decode batch (requests), padded rows included",
+    "T": "tokens per row",
+    "N": "sequences",
+    "S": "slots of the state pool",
+    "H": "query/key heads; value head h reads key head h // (HV // H)",
+    "HV": "value heads, a multiple of H",
+    "K": "head dimension of q and k",
+    "V": "head dimension of v",
+    "W": "width of the short convolution",
+    "D": "hidden size of the model",
+}

@@ -1,0 +1,296 @@
+"""check(): judges what a caller passes against a contract, and reports every violation at once."""
+
+import math
+import operator
+from dataclasses import dataclass
+
+from kda_contracts import remedy
+from kda_contracts.arrays import (
+    ArrayFacts,
+    compact,
+    dtype_name,
+    facts,
+    is_array,
+    known,
+    last_axis_contiguous,
+    shape_text,
+)
+from kda_contracts.spec import Contract, Operand, Option, Rule, axis_value
+
+POOL = "initial_state"
+WITNESSES = ("a", "b", "A_log", "dt_bias")  # agreeing with each other on HV and K, they overrule the pool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one call, by the letters of the legend. A symbolic dimension stays symbolic."""
+
+    B: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    S: int
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule: its number in the contract, the argument, the first line, and the lines below it."""
+
+    rule: int
+    argument: str
+    headline: str
+    details: tuple[str, ...]
+
+
+class ContractError(ValueError):
+    """What a caller passed breaks the contract. `violations` has one entry per argument, in the rules' order."""
+
+    def __init__(self, message: str, violations: tuple[Violation, ...] = ()):
+        super().__init__(message)
+        self.violations = violations
+
+
+def check(contract: Contract, **operands_and_options) -> Sizes:
+    """Judges a call against a contract.
+
+    Args:
+      contract: the table, such as `PACKED_DECODE`.
+      **operands_and_options: the arrays by name (NumPy, JAX, torch, tracers, anything with `.shape` and `.dtype`)
+        and the static options (`scale`, `lower_bound`, `out_dtype`; a dtype may be an object or its name). Strides
+        are judged where the array carries them.
+
+    Returns:
+      `Sizes`, read from the shapes.
+
+    Raises:
+      ContractError: lists every argument that breaks a rule, with its remedy.
+      TypeError: an unknown or missing name, or a number that is traced and so not static.
+
+    >>> import numpy as np
+    >>> x = {"mixed_qkv": np.zeros((3, 384), "float32"), "a": np.zeros((3, 256), "float32")}
+    >>> x |= {"b": np.zeros((3, 4), "float32"), "A_log": np.zeros(4, "float32"), "dt_bias": np.zeros(256, "float32")}
+    >>> x |= {"initial_state": np.zeros((6, 4, 32, 64), "float32"), "ssm_state_indices": np.array([4, -1, 0])}
+    >>> check(PACKED_DECODE, **x)
+    Sizes(B=3, H=2, HV=4, K=64, V=32, S=6)
+    >>> check(PACKED_DECODE, **x | {"dt_bias": np.zeros(4, "float32")})
+    Traceback (most recent call last):
+    ...
+    kda_contracts.judge.ContractError: kda_jax.packed_decode: 1 argument breaks the contract
+      `dt_bias` must have 256 elements (got 4).
+          expected [HV*K] = (256,), got (4,) float32
+          4 is HV: this looks like one bias per head; repeat each K=64 times, e.g. jnp.repeat(dt_bias, 64)
+      with HV=4, V=32, K=64 from `initial_state` (6, 4, 32, 64), H=2 from `mixed_qkv` (3, 384)
+    """
+    given = {name: x for name, x in operands_and_options.items() if not _absent(contract, name, x)}
+    if missing := [o.name for o in contract.operands if o.required and o.name not in given]:
+        raise TypeError(f"{contract.name}: missing {', '.join(missing)}")
+    arrays = {o.name: facts(given[o.name]) for o in contract.operands if is_array(given.get(o.name))}
+    bound = _bind(contract, arrays)
+    violations: list[Violation] = []
+    for number, rule in enumerate(contract.rules, 1):
+        for argument in rule.arguments.split():
+            if argument in given and all(v.argument != argument for v in violations):
+                if found := _judge(contract, rule, argument, given, arrays, bound):
+                    violations.append(Violation(number, argument, *found))
+    if violations:
+        raise ContractError(_report(contract, violations, bound), tuple(violations))
+    return Sizes(**{letter: bound.sizes[letter] for letter in Sizes.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The letters' values, the arrays they were read from ("HV=4, K=64 from ..."), and whether the pool was overruled."""
+
+    sizes: dict
+    sources: tuple[str, ...]
+    pool_overruled: bool
+
+
+def _absent(contract, name, x):
+    entry = contract.by_name.get(name)
+    if entry is None:
+        raise TypeError(f"{contract.name} has no operand or option {name!r}; it has {', '.join(contract.by_name)}")
+    return x is None and not (isinstance(entry, Operand) and entry.required)
+
+
+def _bind(contract, arrays):
+    """Reads S, HV, V, K from the pool, B and H from the packed row; agreeing witnesses overrule a pool."""
+    sizes, sources = {}, []
+    pool, packed = arrays.get(POOL), arrays.get("mixed_qkv")
+    agreed = _agreed(arrays)
+    overruled = False
+    if pool is not None and pool.ndim == 4:
+        sizes = dict(zip(("S", "HV", "V", "K"), pool.shape, strict=True))
+        overruled = agreed is not None and any(map(_differ, (sizes["HV"], sizes["K"]), agreed))
+    if agreed is not None and (overruled or not sizes):
+        sizes["HV"], sizes["K"] = agreed
+        sizes["V"] = remedy.value_width(pool.shape, *agreed) if overruled else None
+        sources.append(f"HV={agreed[0]}, K={agreed[1]} from `a`, `b`, `A_log` and `dt_bias`")
+    elif sizes:
+        names = ", ".join(f"{letter}={sizes[letter]}" for letter in ("HV", "V", "K"))
+        sources.append(f"{names} from `{POOL}` {shape_text(pool.shape)}")
+    if packed is not None and packed.ndim == 2:
+        sizes["B"] = packed.shape[0]
+        width, q_size = _packed(packed, sizes)
+        if q_size is not None and _packed_fault(sizes, width, q_size) is None:
+            sizes["H"] = q_size // sizes["K"]
+            sources.append(f"H={sizes['H']} from `mixed_qkv` {shape_text(packed.shape)}")
+    return _Bound(sizes, tuple(sources), overruled)
+
+
+def _agreed(arrays):
+    """(HV, K) where all four witnesses agree, whatever their ranks; else None."""
+    if any(name not in arrays for name in WITNESSES):
+        return None
+    a, b, A_log, dt_bias = (arrays[name] for name in WITNESSES)
+    dimensions = (*a.shape, *b.shape, *A_log.shape, *dt_bias.shape)
+    if not all(map(known, dimensions)) or not (a.shape and b.shape and a.shape[0] == b.shape[0] > 0):
+        return None
+    HV, HVK = A_log.size, dt_bias.size
+    if HV == 0 or HVK == 0 or HVK % HV or b.size != b.shape[0] * HV or a.size != a.shape[0] * HVK:
+        return None
+    return HV, HVK // HV
+
+
+def _packed(packed, sizes):
+    """(width, elements of q) of a packed row; q is None where HV, V or K is not known."""
+    width = packed.shape[1]
+    if any(sizes.get(letter) is None for letter in ("HV", "V", "K")):
+        return width, None
+    return width, (width - sizes["HV"] * sizes["V"]) // 2
+
+
+def _packed_fault(sizes, width, q_size):
+    """The kind of the first packed rule that the row breaks, or None. Symbolic widths are not judged."""
+    HV, V, K = sizes["HV"], sizes["V"], sizes["K"]
+    if not all(map(known, (width, HV, V, K))):
+        return None
+    if width - HV * V <= 0 or (width - HV * V) % 2:
+        return "packed_width"
+    if K == 0 or q_size % K:
+        return "packed_keys"
+    if HV == 0 or HV % (q_size // K):
+        return "packed_heads"
+    return None
+
+
+def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: dict, bound: _Bound):
+    """(headline, details) where the argument breaks the rule, else None."""
+    entry, sizes = contract.by_name[argument], bound.sizes
+    words = {letter: sizes.get(letter, "?") for letter in ("B", "H", "HV", "K", "V", "S")} | {"argument": argument}
+    if isinstance(entry, Option):
+        found = _judge_option(rule.kind, entry, given[argument])
+        if found is None:
+            return None
+        allowed, got, cure = found
+        return rule.message.format(allowed=allowed, got=got, **words), cure
+    if argument not in arrays:
+        return f"`{argument}` must be an array (got {type(given[argument]).__name__}).", (_expectation(entry, sizes),)
+    array = arrays[argument]
+    if rule.kind == "rank" and argument == POOL and bound.pool_overruled:
+        return _pool_violation(array, sizes)
+    broken, extra = _breaks(rule.kind, argument, entry, arrays, sizes)
+    if not broken:
+        return None
+    wanted = entry.shape(sizes)
+    complete = None not in wanted
+    words |= {"wanted": shape_text(wanted) if complete else entry.expected}
+    words |= {"elements": math.prod(wanted) if complete else "?"}
+    words |= {"allowed": _one_of(entry.dtypes), "got": array.dtype} | extra
+    words |= {name: arrays.get(name, ArrayFacts((), "none")) for name in contract.by_name if name in given}
+    if rule.kind in ("rank", "shape", "batch") or rule.kind.startswith("packed"):
+        lines = (f"{_expectation(entry, sizes)}, got {array}", remedy.for_shape(argument, entry, arrays, sizes))
+    elif rule.kind == "dtype":
+        lines = (f"got {array}", remedy.for_dtype(argument, array.dtype))
+    elif rule.kind == "device":
+        lines = (f"on {array.device}, but `mixed_qkv` is on {arrays['mixed_qkv'].device}",)
+    else:
+        lines = (f"got {array} with strides {shape_text(array.strides)} (in elements)", remedy.LAYOUT)
+    head, *rest = [line for line in lines if line]
+    return rule.message.format(**words), (f"`{argument}`: {head}" if rule.shared else head, *rest)
+
+
+def _breaks(kind, argument, entry, arrays, sizes):
+    """(whether the array breaks a rule of this kind, further words for its message)."""
+    array = arrays[argument]
+    if kind == "rank":
+        return array.ndim != len(entry.axes.split()), {}
+    if kind == "last_axis":
+        return not last_axis_contiguous(array), {}
+    if kind == "contiguous":
+        return not compact(array, array.ndim), {}
+    if kind == "compact":
+        return not compact(array, 3), {}
+    if kind == "device":
+        first = arrays.get("mixed_qkv")
+        return None not in (first, array.device, first and first.device) and array.device != first.device, {}
+    if kind == "batch":
+        return _differ(array.shape[0], sizes.get("B")), {}
+    if kind == "shape":
+        wanted = [axis_value(axis, sizes) for axis in entry.axes.split()]
+        return array.ndim != len(wanted) or any(map(_differ, array.shape, wanted)), {}
+    if kind == "dtype":
+        return array.dtype not in entry.dtypes, {}
+    width, q_size = _packed(array, sizes)
+    return q_size is not None and _packed_fault(sizes, width, q_size) == kind, {
+        "width": width,
+        "q_size": q_size,
+        "H": q_size // sizes["K"] if kind == "packed_heads" and q_size is not None and sizes["K"] else "?",
+    }
+
+
+def _judge_option(kind, option, value):
+    """(what is allowed, what came, remedy lines) where an option breaks a rule of this kind, else None."""
+    if kind == "dtype":
+        name = dtype_name(value)
+        return None if name in option.dtypes else (_one_of(option.dtypes), name, ())
+    allowed = f"a finite number {'above' if option.kind == 'positive' else 'below'} 0"
+    if isinstance(value, (str, bool, bytes)) or getattr(value, "shape", ()) != ():
+        return allowed, f"{type(value).__name__} {value!r}", ()
+    try:
+        number = float(value)
+    except TypeError as error:
+        raise TypeError(
+            f"`{option.name}` must be static, a number known while tracing (got {type(value).__name__}); "
+            f"close over it or mark it with static_argnames"
+        ) from error
+    right_sign = operator.gt(number, 0) if option.kind == "positive" else operator.lt(number, 0)
+    return None if math.isfinite(number) and right_sign else (allowed, number, remedy.for_option(option.name, number))
+
+
+def _pool_violation(pool, sizes):
+    HV, K = sizes["HV"], sizes["K"]
+    headline = (
+        f"`{POOL}` must be [S, HV, V, K] with HV={HV}, K={K} as `a`, `b`, `A_log` and `dt_bias` have it "
+        f"(got {shape_text(pool.shape)})"
+    )
+    return headline, remedy.for_pool(pool.shape, HV, K)
+
+
+def _differ(got, wanted):
+    return known(got) and known(wanted) and got != wanted
+
+
+def _expectation(operand, sizes):
+    """'expected [HV*K] = (256,)', without the numbers where a letter is not known."""
+    wanted = operand.shape(sizes)
+    return f"expected {operand.expected}" + ("" if None in wanted else f" = {shape_text(wanted)}")
+
+
+def _one_of(names):
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _report(contract, violations, bound):
+    plural = len(violations) > 1
+    lines = [f"{contract.name}: {len(violations)} argument{'s break' if plural else ' breaks'} the contract"]
+    headline = None
+    for violation in violations:
+        if violation.headline != headline:
+            headline = violation.headline
+            lines.append(f"  {headline}")
+        lines += [f"      {detail}" for detail in violation.details]
+    if bound.sources:
+        lines.append(f"  with {', '.join(bound.sources)}")
+    return "\n".join(lines)

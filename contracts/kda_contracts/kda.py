@@ -1,0 +1,76 @@
+"""The tables of Kimi Delta Attention: every shape of the project is written here, and nowhere else."""
+
+from kda_contracts.spec import Contract, Operand, Option, Rule
+
+FLOATS = ("float32", "bfloat16", "float16")
+INDICES = ("int8", "int16", "int32", "int64")
+
+PACKED_DECODE = Contract(
+    name="kda_jax.packed_decode",
+    operands=(
+        Operand("mixed_qkv", "B 2*H*K+HV*V", FLOATS, "after conv and SiLU: q of all H heads, k of all H, v of all HV"),
+        Operand("a", "B HV*K", FLOATS, "raw forget-gate input"),
+        Operand("b", "B HV", FLOATS, "raw beta logits, before the sigmoid"),
+        Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head"),
+        Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
+        Operand("initial_state", "S HV V K", FLOATS, "the whole state pool"),
+        Operand("ssm_state_indices", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+        Operand("out", "B 1 HV V", FLOATS, "where the caller brings its own output", required=False),
+    ),
+    results=(
+        Operand("out", "B 1 HV V", FLOATS, "the read-out"),
+        Operand("state", "S HV V K", FLOATS, "the updated pool"),
+    ),
+    options=(
+        Option("scale", "positive", "factor on q"),
+        Option("lower_bound", "negative", "lower bound of the log decay (safe gate)"),
+        Option("out_dtype", "dtype", "dtype of out", FLOATS),
+    ),
+    # The first lines are SGLang's own where it has the check: whoever searches for the message finds it here.
+    rules=(
+        Rule("rank", "mixed_qkv", "`mixed_qkv` must be a 2D tensor (got ndim={mixed_qkv.ndim})."),
+        Rule("last_axis", "mixed_qkv", "`mixed_qkv` must be contiguous in the last dim."),
+        Rule("rank", "a b", "`a` and `b` must be 2D tensors (got a.ndim={a.ndim}, b.ndim={b.ndim})."),
+        Rule("last_axis", "a b", "`a`/`b` must be contiguous in the last dim."),
+        Rule("rank", "A_log dt_bias", "`A_log`/`dt_bias` must be 1D tensors."),
+        Rule("contiguous", "A_log dt_bias", "`A_log`/`dt_bias` must be contiguous."),
+        Rule(
+            "rank",
+            "ssm_state_indices",
+            "`ssm_state_indices` must be 1D for packed decode (got ndim={ssm_state_indices.ndim}).",
+        ),
+        Rule("contiguous", "out", "`out` must be contiguous."),
+        Rule(
+            "device",
+            "a b A_log dt_bias initial_state out ssm_state_indices",
+            "All inputs must be on the same device.",
+        ),
+        Rule(
+            "batch",
+            "a b",
+            "Mismatched batch sizes: mixed_qkv.shape[0]={B}, a.shape[0]={a.rows}, b.shape[0]={b.rows}.",
+        ),
+        Rule(
+            "shape",
+            "ssm_state_indices",
+            "`ssm_state_indices` must have shape [B] (got {ssm_state_indices.shape}; expected ({B},)).",
+        ),
+        Rule("rank", "initial_state", "`initial_state` must be a 4D tensor (got ndim={initial_state.ndim})."),
+        Rule("last_axis", "initial_state", "`initial_state` must be contiguous in the last dim."),
+        Rule("shape", "a", "`a` must have shape [B, HV*K] with HV={HV}, K={K} (got a.shape={a.shape})."),
+        Rule("shape", "b", "`b` must have shape [B, HV] with HV={HV} (got b.shape={b.shape})."),
+        Rule("shape", "A_log", "`A_log` must have {HV} elements (got {A_log.size})."),
+        Rule("shape", "dt_bias", "`dt_bias` must have {elements} elements (got {dt_bias.size})."),
+        Rule("shape", "out", "`out` must have shape {wanted} (got out.shape={out.shape})."),
+        Rule("packed_width", "mixed_qkv", "Invalid packed `mixed_qkv` last dim={width} for HV={HV}, V={V}."),
+        Rule("packed_keys", "mixed_qkv", "Invalid packed Q size {q_size}: must be divisible by K={K}."),
+        Rule("packed_heads", "mixed_qkv", "Invalid head config inferred from mixed_qkv: H={H}, HV={HV}."),
+        Rule(
+            "dtype",
+            "mixed_qkv a b A_log dt_bias initial_state ssm_state_indices out out_dtype",
+            "`{argument}` must be {allowed} (got {got}).",
+        ),
+        Rule("option", "scale lower_bound", "`{argument}` must be {allowed} (got {got})."),
+        Rule("compact", "initial_state", "`initial_state` must hold each slot's [HV, V, K] block compactly."),
+    ),
+)

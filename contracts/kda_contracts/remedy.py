@@ -1,0 +1,137 @@
+"""What a wrong shape looks like, and its cure: the last lines of an error."""
+
+import math
+
+from kda_contracts.arrays import known
+
+LAYOUT = "copy it first: x.contiguous() in torch, np.ascontiguousarray(x) in NumPy"
+
+
+def for_shape(argument, operand, arrays, sizes):
+    """One line for a wrong shape, or None where nothing better than the expected shape can be said."""
+    array, wanted = arrays[argument], operand.shape(sizes)
+    if not all(map(known, array.shape)):
+        return None
+    cures = {"a": _gate, "b": _beta, "A_log": _rate, "dt_bias": _bias, "mixed_qkv": _packed}
+    if argument in cures and (cure := cures[argument](array, arrays, sizes)):
+        return cure
+    if None not in wanted and array.ndim != len(wanted) and array.size == math.prod(wanted):
+        arguments = ", ".join(map(str, wanted))
+        return f"the same elements in another shape: {argument}.reshape({arguments})"
+    if argument == "initial_state" and array.ndim == 5:
+        return "this looks like the pools of all layers: pass one layer's, and keep the layers' pools in a list"
+    return None
+
+
+def for_normalizer(name, array, sizes):
+    """One line for an A_log, dt_bias or a that no normalizer knows, or None."""
+    cure = {"a": _gate, "A_log": _rate, "dt_bias": _bias}[name]
+    return cure(array, {}, sizes) if all(map(known, array.shape)) else None
+
+
+def for_dtype(argument, dtype):
+    """One line for a wrong dtype, or None."""
+    if argument == "ssm_state_indices":
+        if dtype.startswith("uint"):
+            return "-1 marks a padded row, so slots are signed: ssm_state_indices.astype('int32')"
+        return "slots are integers: ssm_state_indices.astype('int32'), with -1 for a padded row"
+    if dtype == "float64":
+        return f"round it first: {argument}.astype('float32')"
+    if argument == "initial_state":
+        return "an 8-bit or integer pool has to be expanded first; bytes are never reinterpreted"
+    return None
+
+
+def for_option(name, number):
+    """Lines for a number out of range."""
+    if name == "lower_bound" and number >= 0:
+        return ("it bounds the log decay from below, so it is negative (-5.0 in Kimi-K3); None is the softplus gate",)
+    if name == "scale":
+        return ("None is K**-0.5",)
+    return ()
+
+
+def for_pool(shape, HV, K):
+    """Lines for a pool whose HV and K are not those that the other operands agree on."""
+    if not all(map(known, shape)):
+        return ()
+    if _transposed(shape, HV, K):
+        return ("this looks like [..., K, V]: transpose the last two axes, e.g. jnp.swapaxes(initial_state, -1, -2)",)
+    if shape[2] == HV and shape[3] == K:
+        return ("this looks like [S, V, HV, K]: swap axes 1 and 2, e.g. jnp.swapaxes(initial_state, 1, 2)",)
+    if shape[0] == HV and shape[3] == K:
+        return ("this looks like [HV, S, V, K]: swap axes 0 and 1, e.g. jnp.swapaxes(initial_state, 0, 1)",)
+    if shape[3] == K and HV and shape[1] > HV and shape[1] % HV == 0:
+        return (f"it holds {shape[1]} heads, {shape[1] // HV} times as many: slice this rank's {HV} heads on axis 1",)
+    return ()
+
+
+def value_width(shape, HV, K):
+    """V of a wrong pool where its shape still tells it, else None."""
+    if _transposed(shape, HV, K):
+        return shape[3]
+    if shape[3] == K:
+        return shape[1] if shape[2] == HV != shape[1] else shape[2]
+    return None
+
+
+def _transposed(shape, HV, K):
+    return shape[1] == HV and shape[2] == K != shape[3]
+
+
+def _bias(array, arrays, sizes):
+    HV, K = sizes.get("HV"), sizes.get("K")
+    if not (known(HV) and known(K)):
+        return None
+    if array.size == HV * K:
+        return f"the same elements in another shape: dt_bias.reshape({HV * K}), or kda_contracts.normalize_dt_bias"
+    if array.size == HV:
+        return f"{HV} is HV: this looks like one bias per head; repeat each K={K} times, e.g. jnp.repeat(dt_bias, {K})"
+    if array.size == K:
+        return f"{K} is K: this looks like one bias for all heads; repeat it, e.g. jnp.tile(dt_bias, {HV})"
+    return _unsharded("dt_bias", array.size, HV * K)
+
+
+def _rate(array, arrays, sizes):
+    HV, K = sizes.get("HV"), sizes.get("K")
+    if not known(HV):
+        return None
+    if array.size == HV:
+        return f"the same elements in another shape: A_log.reshape({HV}), or kda_contracts.normalize_A_log"
+    if known(K) and array.size == HV * K:
+        return f"{HV * K} is HV*K: this looks like one rate per channel; A_log has one per value head"
+    if array.ndim == 1 and array.size > HV:
+        return f"a padded A_log: kda_contracts.normalize_A_log(A_log, {HV}) checks that its tail is zero and drops it"
+    return None
+
+
+def _gate(array, arrays, sizes):
+    HV, K, B = sizes.get("HV"), sizes.get("K"), sizes.get("B")
+    if not (known(HV) and known(K) and known(B)):
+        return None
+    if array.shape == (B, HV) and "b" in arrays and arrays["b"].shape == (B, HV * K):
+        return "this looks like `a` and `b` swapped"
+    if array.size == B * HV * K:
+        return f"the same elements in another shape: a.reshape({B}, {HV * K}), or kda_contracts.normalize_a"
+    if array.shape == (B, HV):
+        return f"one gate per head is GDN's; KDA has one per (head, channel), HV*K={HV * K} a row"
+    return None
+
+
+def _beta(array, arrays, sizes):
+    HV, K, B = sizes.get("HV"), sizes.get("K"), sizes.get("B")
+    if known(HV) and known(K) and array.shape == (B, HV * K) and "a" in arrays and arrays["a"].shape == (B, HV):
+        return "this looks like `a` and `b` swapped"
+    return None
+
+
+def _packed(array, arrays, sizes):
+    if array.ndim == 3 and array.shape[-1] and 1 in array.shape[:2]:
+        return f"one token a row: mixed_qkv.reshape({array.size // array.shape[-1]}, {array.shape[-1]})"
+    return "the flat row is q of all H heads, k of all H heads, v of all HV heads: 2*H*K + HV*V elements"
+
+
+def _unsharded(name, got, wanted):
+    if wanted and got > wanted and got % wanted == 0:
+        return f"it holds {got // wanted} times as many: an unsharded {name}? slice this rank's {wanted} elements"
+    return None

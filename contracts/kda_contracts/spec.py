@@ -1,0 +1,97 @@
+"""How a contract is written: operands whose axes are text ("B HV*K"), parsed once and never run as code."""
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from kda_contracts.axes import AXES
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One array of an operator: `axes` such as "B HV*K", the dtypes it may have, what it means."""
+
+    name: str
+    axes: str
+    dtypes: tuple[str, ...]
+    meaning: str
+    required: bool = True
+
+    @property
+    def expected(self):
+        """The shape in letters, as errors and docstrings show it: "[B, HV*K]"."""
+        return f"[{', '.join(self.axes.split())}]"
+
+    def shape(self, sizes):
+        """The shape in numbers, None where a letter is not known."""
+        return tuple(axis_value(axis, sizes) for axis in self.axes.split())
+
+
+@dataclass(frozen=True)
+class Option:
+    """One static option. `kind` is "positive" or "negative" (a finite number of that sign, or None) or "dtype"."""
+
+    name: str
+    kind: str
+    meaning: str
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One condition: what is judged (`kind`, see judge.py), on which arguments, and the first line of its error."""
+
+    kind: str
+    arguments: str
+    message: str
+
+    @property
+    def shared(self):
+        """Whether the message speaks of several arguments at once, so that a detail must name its own."""
+        return " " in self.arguments and "{argument}" not in self.message
+
+
+@dataclass(frozen=True)
+class Contract:
+    """An operator's operands, options and rules. The rules are numbered from 1 in the order of `rules`."""
+
+    name: str
+    operands: tuple[Operand, ...]
+    results: tuple[Operand, ...]
+    options: tuple[Option, ...]
+    rules: tuple[Rule, ...]
+    by_name: dict = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "by_name", {x.name: x for x in (*self.operands, *self.options)})
+        for operand in (*self.operands, *self.results):
+            for axis in operand.axes.split():
+                parse_axis(axis)
+        for rule in self.rules:
+            if unknown := set(rule.arguments.split()) - set(self.by_name):
+                raise ValueError(f"{self.name}: rule {rule.message!r} names unknown arguments {sorted(unknown)}")
+
+
+@lru_cache(maxsize=None)
+def parse_axis(text):
+    """'2*H*K+HV*V' -> ((2, ('H', 'K')), (1, ('HV', 'V'))): a sum of products of a number and letters of the legend."""
+    terms = []
+    for term in text.split("+"):
+        factor, letters = 1, []
+        for word in term.split("*"):
+            if word.isdigit():
+                factor *= int(word)
+            elif word in AXES:
+                letters.append(word)
+            else:
+                raise ValueError(f"axis {text!r}: {word!r} is neither a number nor a letter of the legend")
+        terms.append((factor, tuple(letters)))
+    return tuple(terms)
+
+
+def axis_value(text, sizes):
+    """The number an axis stands for, or None where one of its letters is not in `sizes`."""
+    terms = parse_axis(text)
+    if any(sizes.get(letter) is None for _, letters in terms for letter in letters):
+        return None
+    return sum(factor * math.prod(sizes[letter] for letter in letters) for factor, letters in terms)

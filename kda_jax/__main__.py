@@ -1,0 +1,7 @@
+"""`python -m kda_jax`: the command line."""
+
+import sys
+
+from kda_jax.cli import main
+
+sys.exit(main())

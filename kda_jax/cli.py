@@ -1,0 +1,84 @@
+"""The command line: `kda-jax demo`, `kda-jax explain` (also `python -m kda_jax`)."""
+
+import argparse
+import json
+import sys
+
+import jax
+from kda_contracts import PACKED_DECODE, Sizes
+
+from kda_jax import demo, dispatch
+from kda_jax.synthetic import MODELS, model_sizes
+
+
+def main(arguments=None):
+    """Runs one command and returns its exit code: 0, or 1 where a check failed."""
+    parser = argparse.ArgumentParser(prog="kda-jax", description="Kimi Delta Attention decode for JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands)
+    _add_explain(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, NotImplementedError) as error:
+        parser.exit(2, f"{parser.prog} {options.command}: {error}\n")
+
+
+def _add_demo(commands):
+    parser = commands.add_parser("demo", help="decode a batch on a real model's shapes, check it and time it")
+    _add_model(parser)
+    parser.add_argument("--steps", type=_positive, default=16, help="tokens to decode (default: 16)")
+    parser.add_argument("--implementation", default="auto", choices=("auto", *dispatch.IMPLEMENTATIONS))
+    parser.add_argument("--json", action="store_true", help="print one flat JSON object instead of the table")
+    parser.set_defaults(run=_demo)
+
+
+def _add_explain(commands):
+    parser = commands.add_parser("explain", help="tell which implementation would run a shape, and why not the others")
+    _add_model(parser)
+    for letter in ("H", "HV", "K", "V", "S"):
+        parser.add_argument(f"--{letter}", type=_positive, help=f"{letter} in place of the model's")
+    parser.add_argument("--pool-dtype", default="float32", choices=PACKED_DECODE.by_name["initial_state"].dtypes)
+    parser.set_defaults(run=_explain)
+
+
+def _add_model(parser):
+    parser.add_argument("--model", default="kimi-linear-48b", choices=tuple(MODELS))
+    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks; one of them runs (default: 1)")
+    parser.add_argument("--batch", type=_positive, default=8, help="rows, the last one padded (default: 8)")
+
+
+def _positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def _demo(options):
+    result = demo.run(
+        model=options.model,
+        tp=options.tp,
+        batch=options.batch,
+        steps=options.steps,
+        implementation=options.implementation,
+    )
+    print(json.dumps(result) if options.json else demo.report(result))
+    return 0 if demo.passed(result) else 1
+
+
+def _explain(options):
+    sizes = vars(model_sizes(options.model, tp=options.tp, batch=options.batch, slots=2 * options.batch + 1))
+    letters = Sizes(**sizes | {x: getattr(options, x) for x in ("H", "HV", "K", "V", "S") if getattr(options, x)})
+    dtypes = {"ssm_state_indices": "int32", "initial_state": options.pool_dtype}
+    shapes = {
+        operand.name: jax.ShapeDtypeStruct(operand.shape(vars(letters)), dtypes.get(operand.name, "bfloat16"))
+        for operand in PACKED_DECODE.operands
+        if operand.required
+    }
+    print(dispatch.explain(**shapes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

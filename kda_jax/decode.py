@@ -1,0 +1,113 @@
+"""packed_decode: the public op. Contract first, then the choice of an implementation, then the call."""
+
+import jax.numpy as jnp
+from kda_contracts import PACKED_DECODE, check
+
+from kda_jax import dispatch, reference, slots
+
+
+def packed_decode(
+    mixed_qkv,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    initial_state,
+    ssm_state_indices,
+    *,
+    scale=None,
+    use_qk_l2norm_in_kernel=False,
+    lower_bound=None,
+    out_dtype=None,
+    implementation="auto",
+):
+    """One token of Kimi Delta Attention for each row of a batch, against a pool of recurrent states.
+
+    For row n and value head h, with q and k of key head `h // (HV // H)` and S the state of slot
+    `ssm_state_indices[n]`, all in float32:
+
+        log_decay = -exp(A_log) * softplus(a + dt_bias)     or  lower_bound * sigmoid(exp(A_log) * (a + dt_bias))
+        S   <- S * exp(log_decay)                           along K
+        u    = (v - S k) * sigmoid(b)
+        S   <- S + u k^T
+        out  = S (q * scale)
+
+    A row whose index lies outside `[0, S)`, -1 above all, is a padded row: its `out` is zero, no slot is read or
+    written for it, and its inputs may hold anything. Slot 0 is an ordinary slot. Two live rows may not share a slot
+    (`validate_slots` checks that on the host); nothing here looks at a value, so nothing synchronizes.
+
+    Args:
+      mixed_qkv: `[B, 2*H*K+HV*V]` bfloat16, float16 or float32; after convolution and SiLU; a flat row: q of all H
+        heads, k of all H heads, v of all HV heads. H follows from the width.
+      a: `[B, HV*K]` bfloat16, float16 or float32; raw forget-gate input per (value head, key channel).
+      b: `[B, HV]` bfloat16, float16 or float32; raw beta logits: the sigmoid is applied here.
+      A_log: `[HV]` float32, bfloat16 or float16; natural log of the decay rate.
+      dt_bias: `[HV*K]` float32, bfloat16 or float16; added to `a`. Per channel, not per head.
+      initial_state: `[S, HV, V, K]` float32, bfloat16 or float16, V before K; the whole pool. With K == V no check
+        can see a transposed pool.
+      ssm_state_indices: `[B]` int8 to int64; the slot of each row. It is judged before it is narrowed to int32.
+      scale: factor on q, a static finite number > 0; None is `K**-0.5`.
+      use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first (Kimi models: True).
+      lower_bound: None for the softplus gate (Kimi-Linear), or a static finite number < 0 for the safe gate (-5.0 in
+        Kimi-K3 and GLM-5.3). It belongs to the checkpoint; it is no tuning switch.
+      out_dtype: dtype of `out`; None is that of `mixed_qkv`.
+      implementation: "auto", "mosaic_gpu", "triton" or "xla". A named one runs or raises; "auto" takes the first that
+        can run on the default backend (`explain` tells which, and why not the others).
+
+    Returns:
+      out: `[B, 1, HV, V]`, read from the state before it is rounded to the pool's dtype.
+      state: `[S, HV, V, K]`, the updated pool in its own dtype, rounded to nearest even; None if a Ref came in.
+
+    Effects:
+      An array pool has value semantics: donate it to the surrounding `jax.jit` and it is updated in place; without
+      donation, eagerly above all, it is copied whole first. A `jax.Ref` pool is updated in place. Slots that no row
+      names keep their bits.
+
+    Raises:
+      ContractError: a ValueError, at trace time, that lists every argument that breaks the contract.
+      TypeError: `scale` or `lower_bound` is traced.
+      NotImplementedError: the named implementation cannot run this call; the message says why and what can.
+
+    Source: SGLang's `fused_recurrent_kda_packed_decode`; the recurrence is that of the Kimi Linear paper.
+
+    >>> import jax, jax.numpy as jnp
+    >>> row = jnp.array([[3.0, 4.0, 0.0, 2.0, 1.0, -1.0]])             # q | k | v, with H = HV = 1 and K = V = 2
+    >>> pool = jnp.zeros((3, 1, 2, 2)).at[2, 0].set(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    >>> gates = dict(a=jnp.zeros((1, 2)), b=jnp.zeros((1, 1)), A_log=jnp.zeros(1), dt_bias=jnp.zeros(2))
+    >>> step = jax.jit(lambda pool, slots: packed_decode(row, **gates, initial_state=pool, ssm_state_indices=slots,
+    ...                                                  scale=1.0), donate_argnums=0)
+    >>> out, pool = step(pool, jnp.array([2]))
+    >>> out.ravel().tolist(), pool[2, 0].tolist()
+    ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
+    """
+    arrays = dispatch.without_layout(
+        dict(
+            mixed_qkv=mixed_qkv,
+            a=a,
+            b=b,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            initial_state=initial_state,
+            ssm_state_indices=ssm_state_indices,
+        )
+    )
+    sizes = check(PACKED_DECODE, **arrays, scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
+    chosen = dispatch.choose(implementation, sizes, initial_state)
+    out_dtype = jnp.dtype(mixed_qkv.dtype if out_dtype is None else out_dtype)
+    if isinstance(sizes.B, int) and sizes.B == 0 or isinstance(sizes.S, int) and sizes.S == 0:
+        out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), out_dtype)
+        return out, None if slots.is_ref(initial_state) else jnp.asarray(initial_state)
+    if chosen == "mosaic_gpu":
+        from kda_jax.mosaic_gpu import kda_packed_decode_mosaic_gpu as implement
+    else:
+        implement = reference.kda_packed_decode_xla
+    *operands, indices = arrays.values()
+    return implement(
+        *operands,
+        slots.as_int32(indices),
+        sizes=sizes,
+        scale=float(sizes.K**-0.5 if scale is None else scale),
+        use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
+        lower_bound=None if lower_bound is None else float(lower_bound),
+        out_dtype=out_dtype,
+    )

@@ -1,0 +1,129 @@
+"""The demo: a real model's geometry, decoded for a batch, judged by the float64 oracle, and timed."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kda_jax
+from kda_jax import oracle
+from kda_jax.synthetic import MODELS, model_sizes, random_operands
+
+CHECKED_ROWS = 8  # rows are independent, and the oracle takes 50 us for each row, head and token
+LIMIT = 4e-6  # relative, of float32 outputs and pools
+REPEATS = 5
+
+
+def run(*, model="kimi-linear-48b", tp=1, batch=8, steps=16, implementation="auto", seed=0):
+    """Decodes `steps` tokens for `batch` rows, the last one padded where there are two, and returns one flat dict.
+
+    The pool has more slots than rows. `err_out` and `err_state` are relative to the oracle's norms, over the checked rows
+    and all tokens; `us_per_step` is the best of five runs of one compiled loop; `untouched` says whether all other slots
+    kept their bits.
+    """
+    sizes = model_sizes(model, tp=tp, batch=batch, slots=2 * batch + 1)
+    lower_bound = MODELS[model].lower_bound
+    tokens = [random_operands(sizes, seed=seed + t) for t in range(steps)]
+    operands = tokens[0]
+    slots = operands["ssm_state_indices"]
+    if batch > 1:
+        slots[-1] = -1
+    weights = {name: operands[name] for name in ("A_log", "dt_bias")}
+    per_token = {name: np.stack([x[name] for x in tokens]) for name in ("mixed_qkv", "a", "b")}
+    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=lower_bound, out_dtype="float32")
+    why = kda_jax.explain(**operands, **options, implementation=implementation)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def decode(pool, per_token, weights, slots):
+        def step(pool, token):
+            out, pool = kda_jax.packed_decode(
+                **token, **weights, initial_state=pool, ssm_state_indices=slots, **options, implementation=implementation
+            )
+            return pool, out
+
+        return jax.lax.scan(step, pool, per_token)
+
+    arguments = jax.device_put((per_token, weights, slots))
+    pool, outs = decode(jnp.array(operands["initial_state"]), *arguments)
+    after, outs = np.asarray(pool), np.asarray(outs)
+    us_per_step = _best_seconds(decode, pool, arguments) / steps * 1e6
+    live = np.flatnonzero(slots >= 0)
+    touched = slots[live]
+    rest = np.setdiff1d(np.arange(sizes.S), touched)
+    return {
+        "model": model,
+        "tp": tp,
+        "device": why.device,
+        "implementation": why.implementation,
+        "reasons": "; ".join(f"not {name}: {reason}" for name, reason in why.reasons.items() if reason),
+        "gate": "softplus" if lower_bound is None else f"safe, lower_bound {lower_bound}",
+        **vars(sizes),
+        "live_rows": int(live.size),
+        "steps": steps,
+        **_errors(operands, per_token, weights, options, live, outs, after),
+        "untouched": bool((after[rest] == operands["initial_state"][rest]).all() and not outs[:, slots < 0].any()),
+        "us_per_step": us_per_step,
+        "bytes_per_second": 2 * after[touched].nbytes / (us_per_step * 1e-6),
+        "jax": jax.__version__,
+        "kda_jax": kda_jax.__version__,
+    }
+
+
+def _errors(operands, per_token, weights, options, live, outs, after):
+    """err_out, err_state and checked_rows: the oracle decodes the first live rows, in a pool of their own slots."""
+    rows = live[:CHECKED_ROWS]
+    slots = operands["ssm_state_indices"][rows]
+    state = operands["initial_state"][slots].astype(np.float64)
+    options = {name: options[name] for name in ("use_qk_l2norm_in_kernel", "lower_bound")}
+    expected = []
+    for token in range(len(outs)):
+        x = {name: array[token, rows] for name, array in per_token.items()}
+        out, state = oracle.packed_decode(
+            **x, **weights, initial_state=state, ssm_state_indices=np.arange(rows.size), **options
+        )
+        expected.append(out)
+    return {
+        "err_out": _relative(outs[:, rows], np.stack(expected)),
+        "err_state": _relative(after[slots], state),
+        "checked_rows": int(rows.size),
+    }
+
+
+def _relative(got, expected):
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
+def _best_seconds(decode, pool, arguments):
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        pool, _ = jax.block_until_ready(decode(pool, *arguments))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def passed(result):
+    """Whether the run met the oracle and touched nothing else."""
+    return result["untouched"] and result["err_out"] <= LIMIT and result["err_state"] <= LIMIT
+
+
+def report(result):
+    """The result as the table that `kda-jax demo` prints."""
+    sizes = ", ".join(f"{letter}={result[letter]}" for letter in ("B", "H", "HV", "K", "V", "S"))
+    rows = {
+        "model": f"{result['model']}, 1 of {result['tp']} ranks" if result["tp"] > 1 else result["model"],
+        "device": result["device"],
+        "ran": result["implementation"],
+        "because": result["reasons"] or "it comes first",
+        "gate": result["gate"],
+        "sizes": f"{sizes}; {result['live_rows']} rows live, {result['B'] - result['live_rows']} padded",
+        "error of out": f"{result['err_out']:.1e} relative to float64, {result['checked_rows']} rows",
+        "error of state": f"{result['err_state']:.1e} after {result['steps']} tokens",
+        "other slots": "bitwise unchanged, padded rows zero" if result["untouched"] else "CHANGED",
+        "time per step": f"{result['us_per_step']:.1f} us",
+        "state traffic": f"{result['bytes_per_second'] / 1e9:.1f} GB/s (each live state in and out once)",
+        "verdict": "right" if passed(result) else f"WRONG (limit {LIMIT:.0e})",
+    }
+    return "\n".join(f"  {name:<15} {text}" for name, text in rows.items())

@@ -1,0 +1,162 @@
+"""Which implementation runs: what each cannot do, which one "auto" takes, and explain(), which tells."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from kda_contracts import PACKED_DECODE, Sizes, check
+
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
+KERNELS = ("mosaic_gpu", "triton")
+MOSAIC_CAPABILITY = 9.0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would run. `reasons` has, for each implementation, why it would not run, or None for the chosen one."""
+
+    implementation: str
+    reasons: dict[str, str | None]
+    sizes: Sizes
+    device: str
+
+    def __str__(self):
+        lines = [f"{self.sizes} on {self.device}"]
+        for name, reason in self.reasons.items():
+            lines.append(f"  {'->' if reason is None else '  '} {name:<11} {reason or 'runs'}")
+        return "\n".join(lines)
+
+
+def choose(implementation, sizes, pool) -> str:
+    """The implementation that runs this call. A named one runs or raises; only "auto" looks at the host's device."""
+    if implementation != "auto":
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"`implementation` must be 'auto', {_quoted(IMPLEMENTATIONS)} (got {implementation!r})")
+        if reason := _obstacle(implementation, sizes, pool):
+            raise NotImplementedError(
+                f"kda_jax.packed_decode: implementation={implementation!r} cannot run this call: {reason}"
+            )
+        return implementation
+    for name in IMPLEMENTATIONS:
+        if _host_obstacle(name) is None:
+            if name in KERNELS and (reason := _sharding_obstacle(pool)):
+                raise NotImplementedError(f"kda_jax.packed_decode: no kernel can run this call: {reason}")
+            if _obstacle(name, sizes, pool) is None:
+                return name
+    raise AssertionError("xla runs every call that meets the contract")
+
+
+def explain(
+    mixed_qkv,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    initial_state,
+    ssm_state_indices,
+    *,
+    scale=None,
+    use_qk_l2norm_in_kernel=False,
+    lower_bound=None,
+    out_dtype=None,
+    implementation="auto",
+) -> Explanation:
+    """What `packed_decode` would run for these arguments on this host, and why not the others. Nothing is computed.
+
+    Args: as `packed_decode`; each array may be a `jax.ShapeDtypeStruct`.
+
+    Returns:
+      `Explanation`: `.implementation`, `.reasons` (name -> why not, None for the chosen one), `.sizes`, `.device`;
+      it prints as a table.
+
+    Raises:
+      ContractError, NotImplementedError: as `packed_decode` would.
+
+    >>> import jax, jax.numpy as jnp
+    >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    >>> slots = jax.ShapeDtypeStruct((3,), jnp.int32)
+    >>> x = shape(3, 384), shape(3, 256), shape(3, 4), shape(4), shape(256), shape(6, 4, 32, 64), slots
+    >>> explain(*x, implementation="xla").implementation
+    'xla'
+    """
+    arrays = dict(
+        mixed_qkv=mixed_qkv,
+        a=a,
+        b=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        ssm_state_indices=ssm_state_indices,
+    )
+    sizes = check(PACKED_DECODE, **without_layout(arrays), scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
+    chosen = choose(implementation, sizes, initial_state)
+    reasons: dict[str, str | None] = {}
+    for name in IMPLEMENTATIONS:
+        if name == chosen:
+            reasons[name] = None
+        else:
+            reasons[name] = _obstacle(name, sizes, initial_state) or _host_obstacle(name) or f"{chosen} comes first"
+    return Explanation(chosen, reasons, sizes, _device_name())
+
+
+def without_layout(arrays):
+    """NumPy arrays made C-contiguous: how an operand lies in memory is JAX's business here, not the caller's."""
+    return {name: np.asarray(x, order="C") if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
+
+
+def _obstacle(implementation, sizes, pool):
+    """Why an implementation cannot run this call on any host, with the remedy, or None."""
+    if implementation == "xla":
+        return None
+    if implementation == "triton":
+        return "this version of kda_jax has no Triton kernel; use implementation='xla' or 'auto'"
+    from kda_jax import mosaic_gpu  # imported where it is needed: a kernel backend takes a second to load
+
+    if reason := mosaic_gpu.unsupported(sizes):
+        return f"{reason}; use implementation='xla' or 'auto'"
+    return _sharding_obstacle(pool)
+
+
+def _sharding_obstacle(pool):
+    """Why a kernel, opaque to the partitioner, cannot take this pool, where JAX lets us see it; or None."""
+    aval = jax.typeof(pool) if not isinstance(pool, (np.ndarray, jax.ShapeDtypeStruct)) else None
+    if aval is not None and _varies_over_mesh(aval):
+        return (
+            "the pool varies over a mesh axis under shard_map with check_vma=True, which Refs do not support; "
+            "pass check_vma=False to jax.shard_map, or use implementation='xla'"
+        )
+    sharding = getattr(pool, "sharding", None) if not isinstance(pool, jax.core.Tracer) else None
+    if sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated:
+        return (
+            "the pool is sharded over several devices outside shard_map, so every device would gather all of it; "
+            "wrap the call in jax.shard_map(..., check_vma=False), or use implementation='xla'"
+        )
+    return None
+
+
+def _varies_over_mesh(aval):
+    axes = getattr(getattr(aval, "inner_aval", aval), "manual_axis_type", None)
+    return bool(getattr(axes, "varying", None))
+
+
+def _host_obstacle(implementation):
+    """Why "auto" passes over an implementation on this host, or None."""
+    if implementation == "xla":
+        return None
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return f"the default backend is {backend}, not gpu"
+    if implementation == "mosaic_gpu":
+        capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+        if not capability.replace(".", "", 1).isdigit() or float(capability) < MOSAIC_CAPABILITY:
+            return f"the device's compute capability is {capability}, and Mosaic GPU needs {MOSAIC_CAPABILITY}"
+    return None
+
+
+def _device_name():
+    device = jax.devices()[0]
+    return device.device_kind if device.platform == "gpu" else device.platform
+
+
+def _quoted(names):
+    return ", ".join(repr(name) for name in names[:-1]) + f" or {names[-1]!r}"

@@ -1,0 +1,56 @@
+"""The gates of Kimi Delta Attention: pure functions of float32 values, shared by reference.py and mosaic_gpu.py.
+
+They use only what Mosaic GPU can lower on every supported JAX: no log1p, expm1, logaddexp or pow.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+FLOAT32_MAX = 3.4028235e38
+NORM_EPS = 1e-6
+
+
+def log_decay(x, A_log, lower_bound):
+    """Natural log of the forget factor per key channel, <= 0.
+
+    Args:
+      x: `a + dt_bias`, float32.
+      A_log: natural log of the decay rate of x's head, float32, broadcastable against x.
+      lower_bound: None for the softplus gate, `-exp(A_log) * softplus(x)`; a negative float for the safe gate,
+        `lower_bound * sigmoid(exp(A_log) * x)`.
+
+    Finite x and A_log, or A_log = -inf, never give NaN: an overflowing rate or x counts as the largest float32.
+    """
+    rate = _below_infinity(jnp.exp(A_log))
+    x = jnp.where(x < -FLOAT32_MAX, -FLOAT32_MAX, _below_infinity(x))
+    if lower_bound is None:
+        return -rate * softplus(x)
+    return lower_bound * sigmoid(rate * x)
+
+
+def softplus(x):
+    """log(1 + exp(x)) within 2.4e-7 relative over the whole range: max(x, 0) + log1p(exp(-|x|)).
+
+    log1p(e) is 2 * atanh(e / (2 + e)), and atanh's argument is at most 1/3, so seven terms of its series are enough.
+    """
+    e = jnp.exp(-jnp.abs(x))
+    z = e / (2.0 + e)
+    z_squared = z * z
+    series = 2.0 / 13.0
+    for coefficient in (2.0 / 11.0, 2.0 / 9.0, 2.0 / 7.0, 2.0 / 5.0, 2.0 / 3.0, 2.0):
+        series = series * z_squared + coefficient
+    return jnp.maximum(x, 0.0) + z * series
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x)): 0 and 1 at the infinities."""
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def inverse_norm(sum_of_squares):
+    """1 / sqrt(sum + 1e-6), the factor that l2-normalizes q and k. The epsilon is on the sum, not on the mean."""
+    return lax.rsqrt(sum_of_squares + NORM_EPS)
+
+
+def _below_infinity(x):
+    return jnp.where(x > FLOAT32_MAX, FLOAT32_MAX, x)  # a NaN passes

@@ -1,0 +1,79 @@
+"""The op in plain JAX: what it means, and what runs where no kernel can."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+from kda_contracts import Sizes
+
+from kda_jax import gates
+from kda_jax.slots import is_ref
+
+
+def recurrence(state, q, k, v, log_decay, beta):
+    """One token of the gated delta rule, in float32 sums over K that no matrix unit rounds.
+
+        S'  = S * exp(log_decay)          along K
+        u   = (v - S' k) * beta
+        S   = S' + u k^T
+        out = S q
+
+    Args:
+      state: `[..., V, K]`. q, k, log_decay: `[..., K]`, with q scaled. v: `[..., V]`. beta: `[...]`. All float32.
+
+    Returns:
+      `(out, state)`: `[..., V]` and `[..., V, K]`.
+    """
+    state = state * jnp.exp(log_decay)[..., None, :]
+    u = (v - (state * k[..., None, :]).sum(-1)) * beta[..., None]
+    state = state + u[..., None] * k[..., None, :]
+    return (state * q[..., None, :]).sum(-1), state
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "lower_bound", "out_dtype"))
+def kda_packed_decode_xla(
+    mixed_qkv,  # [B, 2*H*K + HV*V]
+    a,  # [B, HV*K]
+    b,  # [B, HV]
+    A_log,  # [HV]
+    dt_bias,  # [HV*K]
+    pool,  # [S, HV, V, K], an array or a Ref
+    slots,  # [B] int32
+    *,
+    sizes: Sizes,
+    scale,
+    use_qk_l2norm,
+    lower_bound,
+    out_dtype,
+):
+    """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
+    B, H, HV, K, V, S = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V, sizes.S
+    chex.assert_rank([mixed_qkv, a, b, A_log, dt_bias, slots], [2, 2, 2, 1, 1, 1])
+    chex.assert_shape(pool, (S, HV, V, K))
+    chex.assert_type(slots, jnp.int32)
+    if is_ref(pool):
+        state = pool[...]  # the Ref's own buffer: nothing is copied inside jit
+    else:
+        state = pool
+
+    f32 = jnp.float32
+    qk, v = jnp.split(mixed_qkv.astype(f32), [2 * H * K], axis=1)
+    q, k = jnp.moveaxis(qk.reshape(B, 2, H, K), 1, 0)
+    if use_qk_l2norm:
+        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
+    q, k = (jnp.repeat(x, HV // H, axis=1) for x in (q * f32(scale), k))
+    x = a.astype(f32).reshape(B, HV, K) + dt_bias.astype(f32).reshape(1, HV, K)
+    log_decay = gates.log_decay(x, A_log.astype(f32).reshape(1, HV, 1), lower_bound)
+    beta = gates.sigmoid(b.astype(f32))
+
+    live = (slots >= 0) & (slots < S)
+    slots = jnp.where(live, slots, S)  # out of range on the high side: a negative index would wrap
+    before = state.at[slots].get(mode="fill", fill_value=0).astype(f32)
+    out, after = recurrence(before, q, k, v.reshape(B, HV, V), log_decay, beta)
+    out = jnp.where(live[:, None, None], out, 0).astype(out_dtype).reshape(B, 1, HV, V)
+    state = state.at[slots].set(after.astype(state.dtype), mode="drop")
+    if is_ref(pool):
+        pool[...] = state
+        return out, None
+    return out, state

@@ -1,0 +1,73 @@
+"""Comparisons and ways to run, for all tests. test_support.py feeds each comparison a wrong answer."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import rounding
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kda_jax import oracle
+
+IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+ON_GPU = jax.default_backend() == "gpu"
+STATE_LIMIT = 2e-6  # relative norm, float32 pools
+ORACLE_OPTIONS = ("scale", "use_qk_l2norm_in_kernel", "lower_bound")
+
+
+def running(implementation):
+    """A context in which the implementation runs here: Pallas's interpreter for a kernel on a CPU, else nothing."""
+    if implementation == "xla" or ON_GPU:
+        return contextlib.nullcontext()
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+
+
+def assert_near(got, expected, limit):
+    """Finite, of one shape, and near in the norm and in the worst element."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    assert np.isfinite(got).all(), "not finite"
+    if not expected.size:
+        return
+    norm, worst = np.linalg.norm(expected), np.abs(expected).max()
+    assert np.linalg.norm(got - expected) <= limit * norm, f"{np.linalg.norm(got - expected) / norm:.2e} > {limit:.2e}"
+    assert np.abs(got - expected).max() <= 8 * limit * worst, f"worst {np.abs(got - expected).max() / worst:.2e}"
+
+
+def assert_rounded(got, expected, limit):
+    """`got` is `expected` rounded to got's dtype to nearest even, but for values that `limit` carries over a tie."""
+    dtype = np.asarray(got).dtype
+    assert_near(got, expected, limit + rounding(dtype))
+    if dtype != np.float32:
+        wrong = np.mean(np.asarray(got) != np.asarray(expected).astype(dtype))
+        assert wrong <= 0.01 or np.asarray(got).size < 200, f"{wrong:.1%} of the elements are not the nearest {dtype}"
+
+
+def assert_same_bits(got, expected):
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert got.tobytes() == expected.tobytes(), "bits differ"
+
+
+def assert_meets_oracle(call, out, state, **options):
+    """out and state against the float64 oracle: live rows near, padded rows zero, all other slots bit for bit."""
+    expected_out, expected_state = oracle.packed_decode(
+        **call.operands, **{name: x for name, x in options.items() if name in ORACLE_OPTIONS}
+    )
+    out, state = np.asarray(out), np.asarray(state)
+    assert out.shape == (call.sizes.B, 1, call.sizes.HV, call.sizes.V)
+    assert state.dtype == call.operands["initial_state"].dtype
+    assert_rounded(out[call.live], expected_out[call.live], STATE_LIMIT)
+    assert_rounded(state[call.slots], expected_state[call.slots], STATE_LIMIT)
+    assert_same_bits(out[~call.live], np.zeros_like(out[~call.live]))
+    assert_same_bits(state[call.other_slots], call.operands["initial_state"][call.other_slots])
+
+
+def on_device(operands):
+    return {name: jnp.asarray(x) for name, x in operands.items()}
+
+
+def lowered_text(function, *arguments, **options):
+    """The program of a jitted function for CUDA, which needs no GPU."""
+    return jax.jit(function).trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()

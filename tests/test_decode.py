@@ -1,0 +1,288 @@
+"""packed_decode against the float64 oracle: every implementation, shape, gate and pool dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import GATES, MODEL_SHAPES, MOSAIC_SHAPES, POOL_DTYPES, SHAPES, make_call
+from support import (
+    IMPLEMENTATIONS,
+    assert_meets_oracle,
+    assert_near,
+    assert_same_bits,
+    lowered_text,
+    on_device,
+    running,
+)
+
+import kda_jax
+
+RUNS = [("xla", name) for name in SHAPES] + [("mosaic_gpu", name) for name in MOSAIC_SHAPES]
+
+
+def decode(call, implementation, **options):
+    with running(implementation):
+        return kda_jax.packed_decode(**on_device(call.operands), implementation=implementation, **options)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("implementation", "shape"), RUNS)
+def test_meets_the_oracle(implementation, shape, gate):
+    call = make_call(SHAPES[shape], dtype="float32")
+    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate])
+    assert_meets_oracle(call, *decode(call, implementation, **options), **options)
+
+
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dtypes(implementation, dtype, pool_dtype):
+    call = make_call(SHAPES["k64_v32"], dtype=dtype, pool_dtype=pool_dtype, gate_dtype=dtype)
+    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
+    out, state = decode(call, implementation, **options)
+    assert out.dtype == dtype
+    assert_meets_oracle(call, out, state, **options)
+
+
+@pytest.mark.parametrize("pool_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", MOSAIC_SHAPES)
+def test_narrow_pools_of_every_width(shape, pool_dtype):
+    call = make_call(SHAPES[shape], pool_dtype=pool_dtype)
+    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
+    assert_meets_oracle(call, *decode(call, "mosaic_gpu", **options), **options)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_mixed_operand_dtypes(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="bfloat16")
+    call.operands["a"] = call.operands["a"].astype(np.float32)
+    call.operands["b"] = call.operands["b"].astype(np.float16)
+    out, state = decode(call, implementation)
+    assert out.dtype == jnp.bfloat16
+    assert_meets_oracle(call, out, state)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_l2norm_off_and_scale(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    assert_meets_oracle(call, *decode(call, implementation, scale=0.25), scale=0.25)
+    one, half = (decode(call, implementation, scale=scale) for scale in (1.0, 0.5))
+    assert_same_bits(half[0], one[0] * np.float32(0.5))
+    assert_same_bits(half[1], one[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_out_dtype(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="bfloat16")
+    out, state = decode(call, implementation, out_dtype=jnp.float32)
+    assert out.dtype == jnp.float32
+    assert_meets_oracle(call, out, state)
+    narrow, same_state = decode(call, implementation, out_dtype="float16")
+    assert_same_bits(narrow, np.asarray(out).astype(np.float16))
+    assert_same_bits(state, same_state)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_value_head_reads_key_head_by_division(implementation):
+    # The read-out is the same under h % H: only the pool shows which key was written.
+    H, HV, K, V = 2, 4, 32, 16
+    keys = jnp.eye(H, K).ravel()
+    row = jnp.concatenate([keys, keys, jnp.arange(1.0, HV * V + 1)])[None]
+    operands = dict(
+        a=jnp.zeros((1, HV * K)), b=jnp.full((1, HV), 50.0), A_log=jnp.zeros(HV), dt_bias=jnp.zeros(HV * K)
+    )
+    pool = jnp.zeros((1, HV, V, K))
+    with running(implementation):
+        _, state = kda_jax.packed_decode(
+            row, **operands, initial_state=pool, ssm_state_indices=jnp.array([0]), implementation=implementation
+        )
+    assert np.asarray(state)[0, :, 0].astype(bool).argmax(-1).tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+def test_index_dtypes(implementation, dtype):
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    slots = call.operands["ssm_state_indices"].astype(dtype)
+    with running(implementation):
+        got = kda_jax.packed_decode(
+            **on_device(call.operands) | {"ssm_state_indices": slots}, implementation=implementation
+        )
+    assert_meets_oracle(call, *got)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_64_bit_index_is_judged_before_it_is_narrowed(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    slots = np.array([2**32, 2**32 + 3, 2**63 - 1, -(2**63)], np.int64)
+    with running(implementation):
+        operands = on_device(call.operands) | {"ssm_state_indices": slots}
+        out, state = kda_jax.packed_decode(**operands, implementation=implementation)
+    assert not np.asarray(out).any()
+    assert_same_bits(state, call.operands["initial_state"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_ref_is_updated_in_place(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    operands = on_device(call.operands)
+    pool = operands.pop("initial_state")
+    before = np.array(pool)
+    expected = decode(call, implementation)
+    for wrap in (lambda f: f, jax.jit):
+        ref = jax.new_ref(pool)
+
+        @wrap
+        def step(ref, operands):
+            out, state = kda_jax.packed_decode(initial_state=ref, **operands, implementation=implementation)
+            assert state is None
+            return out
+
+        with running(implementation):
+            out = step(ref, operands)
+        assert_same_bits(out, expected[0])
+        assert_same_bits(ref[...], expected[1])
+    assert_same_bits(pool, before)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_donation_the_callers_array_keeps_its_bits(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    operands = on_device(call.operands)
+    with running(implementation):
+        kda_jax.packed_decode(**operands, implementation=implementation)
+    assert_same_bits(operands["initial_state"], call.operands["initial_state"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("B", "S"), [(0, 5), (3, 0)])
+def test_nothing_to_do(implementation, B, S):
+    sizes = SHAPES["k32_v16"].__class__(**vars(SHAPES["k32_v16"]) | {"B": B, "S": S})
+    call = make_call(sizes, dtype="float32")
+    step = jax.jit(
+        lambda initial_state, rest: kda_jax.packed_decode(
+            initial_state=initial_state, **rest, implementation=implementation
+        ),
+        donate_argnums=0,
+    )
+    rest = on_device(call.operands)
+    pool = rest.pop("initial_state")
+    with running(implementation):
+        out, state = step(pool, rest)
+    assert out.shape == (B, 1, sizes.HV, sizes.V)
+    assert not np.asarray(out).any()
+    assert_same_bits(state, call.operands["initial_state"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_lowered_program_names_the_implementation(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    text = lowered_text(lambda x: kda_jax.packed_decode(**x, implementation=implementation), call.operands)
+    names = [f"kda_packed_decode_{name}" for name in IMPLEMENTATIONS]
+    assert [name in text for name in names] == [name.endswith(implementation) for name in names]
+    assert ("mosaic_gpu_v2" in text) == (implementation == "mosaic_gpu")
+
+
+def test_numpy_operands_of_any_layout():
+    call = make_call(SHAPES["k64_v32"], dtype="float32")
+    operands = {name: np.asfortranarray(x) for name, x in call.operands.items()}
+    assert_meets_oracle(call, *kda_jax.packed_decode(**operands))
+
+
+def test_one_trace_for_many_calls():
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    traces = []
+
+    @jax.jit
+    def step(operands):
+        traces.append(1)
+        return kda_jax.packed_decode(**operands)
+
+    for _ in range(100):
+        step(on_device(call.operands))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_steps_in_a_scan_equal_steps_one_by_one(implementation):
+    calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32", padded=False) for seed in range(3)]
+    operands = on_device(calls[0].operands)
+    pool, slots = operands.pop("initial_state"), operands.pop("ssm_state_indices")
+    tokens = {name: jnp.stack([call.operands[name] for call in calls]) for name in ("mixed_qkv", "a", "b")}
+    gates = {name: operands[name] for name in ("A_log", "dt_bias")}
+
+    def step(pool, token):
+        out, pool = kda_jax.packed_decode(
+            **token, **gates, initial_state=pool, ssm_state_indices=slots, implementation=implementation
+        )
+        return pool, out
+
+    with running(implementation):
+        scanned_pool, scanned = jax.jit(lambda pool: jax.lax.scan(step, pool, tokens))(pool)
+        for t in range(3):
+            pool, out = step(pool, {name: x[t] for name, x in tokens.items()})
+            assert_near(scanned[t], out, 1e-6)
+    assert_near(np.asarray(scanned_pool)[np.asarray(slots)], np.asarray(pool)[np.asarray(slots)], 1e-6)
+
+
+def test_implementations_agree():
+    call = make_call(SHAPES["k64_v32"], dtype="bfloat16")
+    options = dict(use_qk_l2norm_in_kernel=True, out_dtype="float32")
+    results = [decode(call, implementation, **options) for implementation in IMPLEMENTATIONS]
+    assert_near(results[0][0], results[1][0], 4e-6)
+    assert_near(np.asarray(results[0][1])[call.slots], np.asarray(results[1][1])[call.slots], 4e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+def test_models_meet_the_oracle(shape, gate):
+    call = make_call(MODEL_SHAPES[shape])
+    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate], out_dtype="float32")
+    assert_meets_oracle(call, *decode(call, "mosaic_gpu", **options), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_donated_the_pool_keeps_its_buffer(implementation, pool_dtype):
+    sizes = MODEL_SHAPES["kimi-linear-48b-tp1-B7"]
+    sizes = sizes.__class__(**vars(sizes) | {"S": 400})
+    call = make_call(sizes, pool_dtype=pool_dtype)
+    operands = on_device(call.operands)
+    pool = operands.pop("initial_state")
+    step = jax.jit(
+        lambda pool, operands: kda_jax.packed_decode(initial_state=pool, **operands, implementation=implementation),
+        donate_argnums=0,
+    )
+    memory = step.lower(pool, operands).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.nbytes
+    assert memory.temp_size_in_bytes < pool.nbytes / 100
+    address = pool.unsafe_buffer_pointer()
+    out, state = step(pool, operands)
+    assert state.unsafe_buffer_pointer() == address
+    assert pool.is_deleted()
+    assert_meets_oracle(call, out, state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slots_beyond_2_to_31_elements(implementation):
+    sizes = make_call(MODEL_SHAPES["kimi-linear-48b-tp1-B1"]).sizes
+    sizes = sizes.__class__(**vars(sizes) | {"S": 4200})
+    small = make_call(sizes.__class__(**vars(sizes) | {"S": 6}))
+    operands = on_device(small.operands)
+    state = operands.pop("initial_state")[small.slots[0]]
+    slots = operands.pop("ssm_state_indices")
+    step = jax.jit(
+        lambda pool, slots: kda_jax.packed_decode(
+            **operands, initial_state=pool, ssm_state_indices=slots, implementation=implementation
+        ),
+        donate_argnums=0,
+    )
+    expected_out, expected = step(jnp.asarray(small.operands["initial_state"]), slots)
+    pool = jnp.zeros((4200, *state.shape)).at[4150].set(state)
+    out, pool = step(pool, jnp.array([4150], jnp.int32))
+    assert_same_bits(out, expected_out)
+    assert_same_bits(pool[4150], expected[small.slots[0]])
+    assert not pool[:11].any()
