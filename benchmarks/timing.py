@@ -1,4 +1,4 @@
-"""GPU times from the profiler: of each kernel by name, and of a whole multi-layer step, with L2 kept cold by rotation."""
+"""GPU times from the profiler: of each kernel by name, and of a whole multi-layer step, L2 kept cold by rotation."""
 
 import functools
 import glob

@@ -5,8 +5,8 @@ import json
 import sys
 
 import jax
-from kda_contracts import PACKED_DECODE, Sizes
 
+from kda_contracts import PACKED_DECODE, Sizes
 from kda_jax import demo, dispatch
 from kda_jax.synthetic import MODELS, model_sizes
 

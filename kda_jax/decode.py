@@ -1,8 +1,8 @@
 """packed_decode: the public op. Contract first, then the choice of an implementation, then the call."""
 
 import jax.numpy as jnp
-from kda_contracts import PACKED_DECODE, check
 
+from kda_contracts import PACKED_DECODE, check
 from kda_jax import dispatch, reference, slots
 
 
@@ -94,7 +94,7 @@ def packed_decode(
     sizes = check(PACKED_DECODE, **arrays, scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
     chosen = dispatch.choose(implementation, sizes, initial_state)
     out_dtype = jnp.dtype(mixed_qkv.dtype if out_dtype is None else out_dtype)
-    if isinstance(sizes.B, int) and sizes.B == 0 or isinstance(sizes.S, int) and sizes.S == 0:
+    if (isinstance(sizes.B, int) and sizes.B == 0) or (isinstance(sizes.S, int) and sizes.S == 0):
         out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), out_dtype)
         return out, None if slots.is_ref(initial_state) else jnp.asarray(initial_state)
     if chosen == "mosaic_gpu":

@@ -19,9 +19,9 @@ REPEATS = 5
 def run(*, model="kimi-linear-48b", tp=1, batch=8, steps=16, implementation="auto", seed=0):
     """Decodes `steps` tokens for `batch` rows, the last one padded where there are two, and returns one flat dict.
 
-    The pool has more slots than rows. `err_out` and `err_state` are relative to the oracle's norms, over the checked rows
-    and all tokens; `us_per_step` is the best of five runs of one compiled loop; `untouched` says whether all other slots
-    kept their bits.
+    The pool has more slots than rows. `err_out` and `err_state` are relative to the oracle's norms, over the checked
+    rows and all tokens; `us_per_step` is the best of five runs of one compiled loop; `untouched` says whether all other
+    slots kept their bits.
     """
     sizes = model_sizes(model, tp=tp, batch=batch, slots=2 * batch + 1)
     lower_bound = MODELS[model].lower_bound
@@ -39,7 +39,12 @@ def run(*, model="kimi-linear-48b", tp=1, batch=8, steps=16, implementation="aut
     def decode(pool, per_token, weights, slots):
         def step(pool, token):
             out, pool = kda_jax.packed_decode(
-                **token, **weights, initial_state=pool, ssm_state_indices=slots, **options, implementation=implementation
+                **token,
+                **weights,
+                initial_state=pool,
+                ssm_state_indices=slots,
+                **options,
+                implementation=implementation,
             )
             return pool, out
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+
 from kda_contracts import PACKED_DECODE, Sizes, check
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
@@ -13,7 +14,7 @@ MOSAIC_CAPABILITY = 9.0
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would run. `reasons` has, for each implementation, why it would not run, or None for the chosen one."""
+    """What a call would run. `reasons` says of each implementation why it would not; None is the chosen one."""
 
     implementation: str
     reasons: dict[str, str | None]

@@ -5,8 +5,8 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-from kda_contracts import Sizes
 
+from kda_contracts import Sizes
 from kda_jax import gates
 from kda_jax.slots import is_ref
 
@@ -52,10 +52,7 @@ def kda_packed_decode_xla(
     chex.assert_rank([mixed_qkv, a, b, A_log, dt_bias, slots], [2, 2, 2, 1, 1, 1])
     chex.assert_shape(pool, (S, HV, V, K))
     chex.assert_type(slots, jnp.int32)
-    if is_ref(pool):
-        state = pool[...]  # the Ref's own buffer: nothing is copied inside jit
-    else:
-        state = pool
+    state = pool[...] if is_ref(pool) else pool  # of a Ref, its own buffer: nothing is copied inside jit
 
     f32 = jnp.float32
     qk, v = jnp.split(mixed_qkv.astype(f32), [2 * H * K], axis=1)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+
 from kda_contracts import PACKED_DECODE, Sizes
 
 HEAD_DIMENSION = 128  # K and V of every released KDA model
@@ -41,11 +42,10 @@ def random_operands(sizes, *, seed=0, dtype="bfloat16", gate_dtype="float32", po
     beyond S, if any, are padded (-1).
     """
     rng = np.random.default_rng(seed)
-    letters = vars(sizes)
-    shapes = {operand.name: operand.shape(letters) for operand in PACKED_DECODE.operands}
+    shapes = {operand.name: operand.shape(vars(sizes)) for operand in PACKED_DECODE.operands}
 
     def normal(name, dtype):
-        return rng.standard_normal(shapes[name], np.float32).astype(jnp.dtype(dtype))
+        return rng.standard_normal(shapes[name], dtype=np.float32).astype(jnp.dtype(dtype))
 
     slots = np.full(sizes.B, -1, np.int32)
     live = min(sizes.B, sizes.S)
@@ -55,7 +55,7 @@ def random_operands(sizes, *, seed=0, dtype="bfloat16", gate_dtype="float32", po
         "mixed_qkv": normal("mixed_qkv", dtype),
         "a": (normal("a", "float32") * half).astype(jnp.dtype(dtype)),
         "b": normal("b", dtype),
-        "A_log": np.log(rng.uniform(1, 16, shapes["A_log"])).astype(jnp.dtype(gate_dtype)),
+        "A_log": np.log(rng.uniform(1, 16, sizes.HV)).astype(jnp.dtype(gate_dtype)),
         "dt_bias": (normal("dt_bias", "float32") - np.float32(2)).astype(jnp.dtype(gate_dtype)),
         "initial_state": normal("initial_state", pool_dtype),
         "ssm_state_indices": slots,

@@ -33,7 +33,7 @@ def _copy_unmapped_pool(axis_size, mapped, pool, *operands):
 
 @jax.custom_batching.custom_vmap
 def ref_must_be_mapped(ref, slots, *operands):
-    """The slots unchanged; raises under a vmap that maps an operand and leaves the Ref shared, whose rows would race."""
+    """The slots unchanged; raises under a vmap that maps an operand and leaves the Ref shared: its rows would race."""
     return slots
 
 

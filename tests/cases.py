@@ -1,9 +1,10 @@
-"""The shape table of the suite, and calls made from it: distinct sizes, live pools, poison where nothing may be read."""
+"""The shape table of the suite, and calls made from it: distinct sizes, live pools, poison where nothing is read."""
 
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+
 from kda_contracts import Sizes
 from kda_jax import mosaic_gpu
 from kda_jax.synthetic import model_sizes, random_operands
@@ -57,7 +58,7 @@ class Call:
 
 
 def make_call(sizes, *, seed=0, padded=True, **dtypes):
-    """A call with padded rows (-1, S and the largest int32, as rows allow), their inputs and all other slots poisoned."""
+    """A call with padded rows (-1, S, the largest int32, as rows allow), their inputs and all other slots poisoned."""
     operands = random_operands(sizes, seed=seed, **dtypes)
     slots = operands["ssm_state_indices"]
     if padded and sizes.B >= 2:

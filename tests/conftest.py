@@ -28,7 +28,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    counts = {outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped")}
+    counts = {
+        outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped")
+    }
     gpu = Counter(
         outcome
         for outcome in counts
@@ -58,4 +60,5 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _commit():
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip() or None

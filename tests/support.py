@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from cases import rounding
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from kda_jax import oracle
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")

@@ -88,9 +88,7 @@ def test_value_head_reads_key_head_by_division(implementation):
     H, HV, K, V = 2, 4, 32, 16
     keys = jnp.eye(H, K).ravel()
     row = jnp.concatenate([keys, keys, jnp.arange(1.0, HV * V + 1)])[None]
-    operands = dict(
-        a=jnp.zeros((1, HV * K)), b=jnp.full((1, HV), 50.0), A_log=jnp.zeros(HV), dt_bias=jnp.zeros(HV * K)
-    )
+    operands = dict(a=jnp.zeros((1, HV * K)), b=jnp.full((1, HV), 50.0), A_log=jnp.zeros(HV), dt_bias=jnp.zeros(HV * K))
     pool = jnp.zeros((1, HV, V, K))
     with running(implementation):
         _, state = kda_jax.packed_decode(
@@ -257,7 +255,8 @@ def test_donated_the_pool_keeps_its_buffer(implementation, pool_dtype):
     )
     memory = step.lower(pool, operands).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool.nbytes
-    assert memory.temp_size_in_bytes < pool.nbytes / 100
+    rows_in_float32 = 4 * sizes.B * sizes.HV * sizes.V * sizes.K  # what the reference gathers and updates
+    assert memory.temp_size_in_bytes < (pool.nbytes / 100 if implementation == "mosaic_gpu" else 2 * rows_in_float32)
     address = pool.unsafe_buffer_pointer()
     out, state = step(pool, operands)
     assert state.unsafe_buffer_pointer() == address

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import support
 from cases import SHAPES, make_call
+
 from kda_jax import oracle
 
 RIGHT = np.linspace(1.0, 2.0, 500, dtype=np.float32)

@@ -90,9 +90,10 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
     violations: list[Violation] = []
     for number, rule in enumerate(contract.rules, 1):
         for argument in rule.arguments.split():
-            if argument in given and all(v.argument != argument for v in violations):
-                if found := _judge(contract, rule, argument, given, arrays, bound):
-                    violations.append(Violation(number, argument, *found))
+            if argument not in given or any(violation.argument == argument for violation in violations):
+                continue
+            if found := _judge(contract, rule, argument, given, arrays, bound):
+                violations.append(Violation(number, argument, *found))
     if violations:
         raise ContractError(_report(contract, violations, bound), tuple(violations))
     return Sizes(**{letter: bound.sizes[letter] for letter in Sizes.__dataclass_fields__})
@@ -100,7 +101,7 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
 
 @dataclass(frozen=True)
 class _Bound:
-    """The letters' values, the arrays they were read from ("HV=4, K=64 from ..."), and whether the pool was overruled."""
+    """The letters' values, where they were read ("HV=4, K=64 from ..."), and whether the pool was overruled."""
 
     sizes: dict
     sources: tuple[str, ...]

@@ -1,6 +1,6 @@
 """A_log, dt_bias and a, from the layouts that checkpoints and callers really have, to the contract's.
 
-Each takes an array of any library (or a shape without values, such as a ShapeDtypeStruct) and returns the same library's.
+Each takes an array of any library (or a shape without values, such as a ShapeDtypeStruct) and returns its like.
 """
 
 from kda_contracts import remedy
@@ -92,7 +92,9 @@ def normalize_a(a, N, HV, K, varlen=False):
     leading = (1, N) if varlen else (N, 1)
     if tuple(a.shape) not in ((N, HV * K), (N, HV, K), (*leading, HV, K)):
         form = "varlen" if varlen else "dense"
-        expectation = f"; expected {shape_text((N, HV * K))}, {shape_text((N, HV, K))} or {shape_text((*leading, HV, K))}"
+        expectation = (
+            f"; expected {shape_text((N, HV * K))}, {shape_text((N, HV, K))} or {shape_text((*leading, HV, K))}"
+        )
         raise _unexpected("a", a, expectation, {"B": N, "HV": HV, "K": K}, form=f" for {form}")
     return _reshape(a, (N, HV * K))
 
@@ -104,4 +106,6 @@ def _reshape(x, shape):
 def _unexpected(name, x, expectation, sizes, form=""):
     array = facts(x)
     cure = remedy.for_normalizer(name, array, sizes)
-    return ContractError(f"Unexpected {name} shape{form}: {shape_text(array.shape)}{expectation}" + (f"\n  {cure}" if cure else ""))
+    return ContractError(
+        f"Unexpected {name} shape{form}: {shape_text(array.shape)}{expectation}" + (f"\n  {cure}" if cure else "")
+    )

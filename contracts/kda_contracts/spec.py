@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from kda_contracts.axes import AXES
 
@@ -22,7 +22,7 @@ class Operand:
         """The shape in letters, as errors and docstrings show it: "[B, HV*K]"."""
         return f"[{', '.join(self.axes.split())}]"
 
-    def shape(self, sizes):
+    def shape(self, sizes) -> tuple:
         """The shape in numbers, None where a letter is not known."""
         return tuple(axis_value(axis, sizes) for axis in self.axes.split())
 
@@ -72,7 +72,7 @@ class Contract:
                 raise ValueError(f"{self.name}: rule {rule.message!r} names unknown arguments {sorted(unknown)}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_axis(text):
     """'2*H*K+HV*V' -> ((2, ('H', 'K')), (1, ('HV', 'V'))): a sum of products of a number and letters of the legend."""
     terms = []

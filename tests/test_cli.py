@@ -1,0 +1,66 @@
+"""The command line, run in this process."""
+
+import json
+
+import pytest
+from support import ON_GPU
+
+from kda_jax import cli, demo
+
+KERNEL = "mosaic_gpu" if ON_GPU else "xla"
+
+
+def test_demo_prints_a_table(capsys):
+    assert cli.main(["demo", "--tp", "16", "--batch", "3", "--steps", "2"]) == 0
+    lines = {line[2:17].strip(): line[18:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["sizes"] == "B=3, H=2, HV=2, K=128, V=128, S=7; 2 rows live, 1 padded"
+    assert lines["ran"] == KERNEL
+    assert lines["gate"] == "softplus"
+    assert lines["verdict"] == "right"
+    assert lines["time per step"].endswith(" us")
+
+
+@pytest.mark.parametrize(("model", "heads"), [("kimi-linear-48b", 32), ("kimi-k3", 96), ("glm-5.3", 64)])
+def test_demo_as_json(capsys, model, heads):
+    assert cli.main(["demo", "--model", model, "--tp", str(heads // 2), "--batch", "2", "--steps", "3", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert not any(isinstance(x, (dict, list)) for x in result.values())
+    assert 0 < result["err_state"] < 2e-6
+    assert 0 < result["err_out"] < 4e-6
+    assert (result["HV"], result["B"], result["live_rows"], result["implementation"]) == (2, 2, 1, KERNEL)
+    assert result["us_per_step"] > 0
+
+
+def test_one_row_is_not_padded(capsys):
+    assert cli.main(["demo", "--tp", "32", "--batch", "1", "--steps", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["live_rows"] == 1
+
+
+def test_demo_fails_where_the_answer_is_wrong(capsys, monkeypatch):
+    exact = demo.oracle.packed_decode
+    monkeypatch.setattr(demo.oracle, "packed_decode", lambda **x: tuple(1.0001 * y for y in exact(**x)))
+    assert cli.main(["demo", "--tp", "32", "--batch", "2", "--steps", "1"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_explain_prints_the_implementations(capsys):
+    assert cli.main(["explain", "--model", "kimi-k3", "--K", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "HV=96, K=60" in out
+    assert "-> xla         runs" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--tp", "5"], "kimi-linear-48b has 32 heads: they cannot be split over 5 ranks"),
+        (["demo", "--batch", "0"], "0 is not a positive number"),
+        (["demo", "--implementation", "triton"], "has no Triton kernel"),
+        (["explain", "--H", "3"], "Invalid head config"),
+    ],
+)
+def test_wrong_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""The Mosaic kernel without a GPU: its tiles, and that every one of them lowers for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import POOL_DTYPES
+from support import lowered_text
+
+from kda_contracts import Sizes
+from kda_jax import mosaic_gpu
+
+KEY_SIZES = range(32, 257, 32)
+VALUE_SIZES = (16, 32, 48, 128)
+BATCHES = (1, 600)  # below and above the heuristic's step
+
+
+def sizes_of(K, V, B):
+    return Sizes(B=B, H=1, HV=3, K=K, V=V, S=700)
+
+
+def test_the_sizes_it_takes():
+    taken = [K for K in range(1, 300) if mosaic_gpu.unsupported(sizes_of(K, 16, 1)) is None]
+    assert taken == list(KEY_SIZES)
+    assert [V for V in range(1, 70) if mosaic_gpu.unsupported(sizes_of(32, V, 1)) is None] == [16, 32, 48, 64]
+    assert "blocks of a grid" in mosaic_gpu.unsupported(sizes_of(32, 2**20, 2**20))
+
+
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("K", KEY_SIZES)
+def test_the_order_of_a_rows_sums_does_not_follow_the_batch(K, pool_dtype):
+    configs = {mosaic_gpu.choose_config(sizes_of(K, V, B), pool_dtype) for V in VALUE_SIZES for B in BATCHES}
+    assert len({(config.lanes, config.vector) for config in configs}) == 1
+    for config in configs:
+        assert K % (config.lanes * config.vector) == 0
+        assert all(V % 16 == 0 and config.tile_rows in (16, 32) for V in VALUE_SIZES)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lanes": 4}, "self.lanes=4 must be 8, 16 or 32"),
+        ({"vector": 2}, "self.vector=2 must be 4 or 8"),
+        ({"step_rows": 6}, "self.step_rows=6 must be a multiple of self.rows_per_pass=4"),
+        ({"tile_rows": 20}, "self.tile_rows=20 must be a multiple of self.step_rows=8"),
+        ({"tile_rows": 0}, "self.tile_rows=0 must be a multiple"),
+    ],
+)
+def test_a_config_validates_itself(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        mosaic_gpu.Config(**{"tile_rows": 16, "step_rows": 8, "lanes": 32, "vector": 4} | wrong)
+
+
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("K", KEY_SIZES)
+def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
+    programs = {}
+    for V in VALUE_SIZES:
+        for B in BATCHES:
+            sizes = sizes_of(K, V, B)
+            config = mosaic_gpu.choose_config(sizes, pool_dtype)
+            if config in programs:
+                continue
+            shapes = (B, 2 * K + 3 * V), (B, 3 * K), (B, 3), (3,), (3 * K,), (700, 3, V, K), (B,)
+            dtypes = dtype, dtype, dtype, "float32", "float32", pool_dtype, "int32"
+            options = dict(scale=0.1, use_qk_l2norm=True, lower_bound=None if B == 1 else -5.0)
+            programs[config] = lowered_text(
+                lambda *x, sizes=sizes, options=options: mosaic_gpu.kda_packed_decode_mosaic_gpu(
+                    *x, sizes=sizes, out_dtype=jnp.dtype(dtype), **options
+                ),
+                *map(jax.ShapeDtypeStruct, shapes, map(jnp.dtype, dtypes)),
+            )
+    assert len(programs) >= 2
+    for text in programs.values():
+        assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_one_lowering_serves_all_call_sites():
+    sizes = sizes_of(32, 16, 2)
+    shapes = (2, 112), (2, 96), (2, 3), (3,), (96,), (700, 3, 16, 32)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    options = dict(sizes=sizes, scale=0.1, use_qk_l2norm=True, lower_bound=None, out_dtype=jnp.dtype("float32"))
+
+    def layers(*x):
+        pools = [x[5], x[5] + 1, x[5] + 2]
+        return [mosaic_gpu.kda_packed_decode_mosaic_gpu(*x[:5], pool, x[6], **options) for pool in pools]
+
+    text = lowered_text(layers, *structs, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert text.count("call @kda_packed_decode_mosaic_gpu") == 3
