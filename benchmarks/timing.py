@@ -1,88 +1,91 @@
-"""GPU times from the profiler: of each kernel by name, and of a whole multi-layer step, L2 kept cold by rotation."""
+"""GPU times of an op as a decode loop runs it: several layers in one jitted scan, pools donated, L2 cold."""
 
 import functools
 import glob
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass
 
 import jax
 
-COLD_BYTES = 300e6  # live bytes that pass between two uses of one pool: six times the H200's L2
+COLD_BYTES = 200e6  # live bytes that pass between two uses of the same memory: over three times the H200's L2
 MAX_LAYERS = 64
+WALL_RUNS = 7
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one layer: of its kernels alone, and of the whole replay (the gaps between kernels included)."""
+    """Microseconds of one call: of its kernels in the profiler (median, quartiles), and of a whole unprofiled replay."""
 
-    kernel: float
-    kernel_low: float
-    kernel_high: float
-    layer: float
-    kernels_per_layer: float
+    kernel_us: float
+    kernel_us_low: float
+    kernel_us_high: float
+    layer_us: float
+    kernels_per_call: float
 
 
 def layers_for(live_bytes):
-    """How many layers rotate, so that each finds its pool out of cache."""
-    return int(min(MAX_LAYERS, max(4, -(-COLD_BYTES // live_bytes))))
+    """How many layers of this size rotate, so that each finds its memory out of cache (if 64 are enough for that)."""
+    return int(min(MAX_LAYERS, max(2, -(-COLD_BYTES // live_bytes))))
 
 
 def gpu_events(run):
-    """Runs run() under the profiler: [(kernel name, start us, end us)] of the GPU's streams, in order of start."""
+    """Runs run() under the profiler: [(kernel name, microseconds)] of the GPU's streams."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         (path,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
-        data = jax.profiler.ProfileData.from_file(path)
-        events = [
-            (event.name, event.start_ns / 1e3, (event.start_ns + event.duration_ns) / 1e3)
-            for plane in data.planes
+        return [
+            (event.name, event.duration_ns / 1e3)
+            for plane in jax.profiler.ProfileData.from_file(path).planes
             if "GPU" in plane.name
             for line in plane.lines
             if "Stream" in line.name
             for event in line.events
         ]
-    return sorted(events, key=lambda event: event[1])
 
 
-def time_layers(op, pools, inputs, steps=20):
-    """Times op(pool, inputs) -> (out, pool) as a decode loop runs it: one jitted scan, all layers in it, pools donated.
+def time_layers(op, pools, inputs, per_step, steps):
+    """Times op(pool, inputs, x) -> (out, pool) over `steps` steps of len(pools) layers; per_step's leaves lead by `steps`.
 
-    Returns `Times`; the pools are consumed.
+    Returns `(Times, pools)`: the pools that were passed are consumed, their successors come back.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def loop(pools, inputs):
-        def step(pools, _):
-            done = [op(pool, x) for pool, x in zip(pools, inputs, strict=True)]
+    def loop(pools, inputs, per_step):
+        def step(pools, xs):
+            done = [op(pool, own, x) for pool, own, x in zip(pools, inputs, xs, strict=True)]
             return tuple(pool for _, pool in done), [out.ravel()[:1] for out, _ in done]
 
-        return jax.lax.scan(step, pools, None, length=steps)
+        return jax.lax.scan(step, pools, per_step, length=steps)
 
-    pools = tuple(pools)
-    compiled = loop.lower(pools, inputs).compile()
-    for _ in range(2):
-        pools, _ = jax.block_until_ready(compiled(pools, inputs))
-    box = [pools]
+    compiled = loop.lower(tuple(pools), inputs, per_step).compile()
+    state = [tuple(pools)]
 
     def once():
-        box[0], _ = jax.block_until_ready(compiled(box[0], inputs))
+        state[0], _ = jax.block_until_ready(compiled(state[0], inputs, per_step))
 
-    events = gpu_events(once)
-    by_name = {}
-    for name, start, end in events:
-        by_name.setdefault(name, []).append(end - start)
+    once()
+    seconds = []
+    for _ in range(WALL_RUNS):
+        start = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - start)
     calls = steps * len(pools)
-    # A kernel belongs to the op if it runs once a call or more: the loop's own counters and copies do not.
-    own = {name: times for name, times in by_name.items() if len(times) >= calls and "emcpy" not in name}
+    by_name: dict[str, list[float]] = {}
+    for name, microseconds in gpu_events(once):
+        by_name.setdefault(name, []).append(microseconds)
+    # A kernel that runs less than once a call belongs to the loop: its counter, its copies of the results.
+    own = {name: times for name, times in by_name.items() if len(times) >= calls}
     main = max(own, key=lambda name: sum(own[name]))
-    quartiles = statistics.quantiles(own[main], n=4)
+    low, middle, high = statistics.quantiles(own[main], n=4)
     others = sum(statistics.median(times) * len(times) / calls for name, times in own.items() if name != main)
-    return Times(
-        kernel=quartiles[1] + others,
-        kernel_low=quartiles[0] + others,
-        kernel_high=quartiles[2] + others,
-        layer=(events[-1][2] - events[0][1]) / calls,
-        kernels_per_layer=sum(map(len, own.values())) / calls,
+    times = Times(
+        kernel_us=middle + others,
+        kernel_us_low=low + others,
+        kernel_us_high=high + others,
+        layer_us=statistics.median(seconds) / calls * 1e6,
+        kernels_per_call=sum(map(len, own.values())) / calls,
     )
+    return times, list(state[0])

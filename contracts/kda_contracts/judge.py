@@ -68,6 +68,7 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
       TypeError: an unknown or missing name, or a number that is traced and so not static.
 
     >>> import numpy as np
+    >>> from kda_contracts import PACKED_DECODE
     >>> x = {"mixed_qkv": np.zeros((3, 384), "float32"), "a": np.zeros((3, 256), "float32")}
     >>> x |= {"b": np.zeros((3, 4), "float32"), "A_log": np.zeros(4, "float32"), "dt_bias": np.zeros(256, "float32")}
     >>> x |= {"initial_state": np.zeros((6, 4, 32, 64), "float32"), "ssm_state_indices": np.array([4, -1, 0])}

@@ -1,0 +1,178 @@
+"""How fast packed_decode is: against an in-place multiply over the same bytes, in the same run.
+
+    python benchmarks/decode.py [--shapes 8x32,256x32] [--pool-dtype float32] [--output FILE]
+
+A shape is BxHV, with K = V = 128 and H = HV. For each: the answer is checked against float64 first; then the kernel's own
+time (profiler) and the time of a layer in a jitted loop (wall clock), medians both. Slots are random and change at every
+step, and layers rotate, so that L2 is cold; operands are random.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from timing import layers_for, time_layers
+
+import kda_jax
+from kda_contracts import Sizes
+from kda_jax import oracle
+from kda_jax.synthetic import random_operands
+
+K = V = 128
+STATE_LIMIT = {"float32": 2e-6, "bfloat16": 2e-3, "float16": 3e-4}  # relative, with the pool's own rounding
+GRID = [
+    "1x3",
+    "1x12",
+    "1x32",
+    "1x96",
+    "4x32",
+    "8x4",
+    "8x12",
+    "8x32",
+    "8x96",
+    "16x32",
+    "32x3",
+    "32x12",
+    "32x32",
+    "64x12",
+    "64x32",
+    "64x64",
+    "128x12",
+    "128x32",
+    "128x96",
+    "256x12",
+    "256x32",
+    "256x64",
+    "512x32",
+    "512x96",
+]
+OPTIONS = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
+
+
+def packed_decode(implementation):
+    """The op as the timing loop calls it."""
+
+    def op(pool, inputs, slots):
+        return kda_jax.packed_decode(
+            **inputs, initial_state=pool, ssm_state_indices=slots, implementation=implementation, **OPTIONS
+        )
+
+    return op
+
+
+def multiply(pool, inputs, x):
+    """The ceiling: every live state read once and written once, in address order, with one multiplication."""
+    return pool[:1, 0, 0, 0], pool * jnp.asarray(0.999, pool.dtype)
+
+
+def check(op, HV, pool_dtype):
+    """Raises unless the op meets the oracle on three rows of this width."""
+    x = random_operands(Sizes(B=3, H=HV, HV=HV, K=K, V=V, S=5), pool_dtype=pool_dtype)
+    expected_out, expected = oracle.packed_decode(**x, **OPTIONS)
+    pool, slots = x.pop("initial_state"), x.pop("ssm_state_indices")
+    out, state = jax.jit(op)(pool, x, slots)
+    for got, wanted, limit in ((out, expected_out, 4e-3), (state, expected, STATE_LIMIT[pool_dtype])):
+        error = np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
+        if not error <= limit:
+            raise SystemExit(f"wrong answer, relative error {error:.1e} > {limit:.0e}: nothing is timed")
+
+
+def layers_of(B, HV, pool_dtype, steps):
+    """(pools, inputs, slots of each step) of as many layers as keep L2 cold."""
+    slot_bytes = HV * V * K * jnp.dtype(pool_dtype).itemsize
+    layers = layers_for(B * slot_bytes)
+    S = max(B + max(B // 4, 3), int(200e6 // (slot_bytes * layers)))
+    sizes = Sizes(B=B, H=HV, HV=HV, K=K, V=V, S=1)
+    pools, inputs, slots = [], [], []
+    for layer in range(layers):
+        x = random_operands(sizes, seed=layer)
+        inputs.append({name: jnp.asarray(x[name]) for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias")})
+        pools.append(jax.random.normal(jax.random.key(layer), (S, HV, V, K), jnp.dtype(pool_dtype)))
+        slots.append(jnp.asarray(slots_of_steps(S, B, steps, layer)))
+    return pools, inputs, slots
+
+
+def slots_of_steps(S, B, steps, seed):
+    """[steps, B] different random slots; a slot comes again only after all others where the pool is large enough."""
+    rng = np.random.default_rng(seed)
+    per_pass = S // B
+    passes = [rng.permutation(S)[: per_pass * B].reshape(per_pass, B) for _ in range(-(-steps // per_pass))]
+    return np.concatenate(passes)[:steps].astype(np.int32)
+
+
+def measure(B, HV, pool_dtype, implementations, ops=None):
+    """One row of the results: the ceiling and each implementation at one shape."""
+    live_bytes = 2 * B * HV * V * K * jnp.dtype(pool_dtype).itemsize
+    layers = layers_for(live_bytes // 2)
+    steps = max(4, min(40, 400 // layers))
+    arrays = [jax.random.normal(jax.random.key(i), (B, HV, V, K), jnp.dtype(pool_dtype)) for i in range(layers)]
+    nothing = [jnp.zeros(steps)] * layers
+    ceiling, _ = time_layers(multiply, arrays, [None] * layers, nothing, steps)
+    del arrays
+    row = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes, "ceiling": _entry(ceiling, live_bytes)}
+    ops = ops or {name: packed_decode(name) for name in implementations}
+    pools, inputs, slots = layers_of(B, HV, pool_dtype, steps)
+    for name, op in ops.items():
+        check(op, HV, pool_dtype)
+        times, pools = time_layers(op, pools, inputs, slots, steps)
+        row[name] = _entry(times, live_bytes) | {
+            "share_of_ceiling": ceiling.kernel_us / times.kernel_us,
+            "share_of_ceiling_layer": ceiling.layer_us / times.layer_us,
+        }
+    return row
+
+
+def _entry(times, live_bytes):
+    return dataclasses.asdict(times) | {"bytes_per_second": live_bytes / times.kernel_us * 1e6}
+
+
+def environment(commit):
+    """Where and on what: the head of every results file."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit or git.stdout.strip() or None,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "kda_jax": kda_jax.__version__,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(GRID), help="BxHV,... (default: the whole grid)")
+    parser.add_argument("--pool-dtype", default="float32", choices=tuple(STATE_LIMIT))
+    parser.add_argument("--implementations", default="mosaic_gpu,xla")
+    parser.add_argument("--output", help="JSON file to write")
+    parser.add_argument("--commit", help="the commit, where there is no git")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        sys.exit("these times mean something on a GPU only, and the default backend is not one")
+    results = environment(options.commit) | {"pool_dtype": options.pool_dtype, "K": K, "V": V, "rows": []}
+    names = options.implementations.split(",")
+    print(f"{results['device']}, JAX {results['jax']}, pool {options.pool_dtype}; us per call, (share of the ceiling)")
+    print(f"{'B x HV':>9} {'ceiling':>9}  " + "  ".join(f"{name:>19}" for name in names))
+    for shape in options.shapes.split(","):
+        B, HV = map(int, shape.split("x"))
+        row = measure(B, HV, options.pool_dtype, names)
+        results["rows"].append(row)
+        cells = (f"{row[name]['kernel_us']:11.2f} ({row[name]['share_of_ceiling']:.3f})" for name in names)
+        print(
+            f"{shape:>9} {row['ceiling']['kernel_us']:9.2f}  " + "  ".join(f"{cell:>19}" for cell in cells), flush=True
+        )
+        if options.output:
+            with open(options.output, "w") as file:
+                json.dump(results, file, indent=1)
+                file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

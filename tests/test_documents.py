@@ -1,0 +1,29 @@
+"""The code of the documents runs, in order and in one namespace a file, and prints what the file says it prints."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    path for path in sorted(ROOT.glob("**/*.md")) if ".venv" not in path.parts and "```python" in path.read_text()
+]
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.S)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_blocks_run(path, capsys):
+    names = {}
+    for code, printed in BLOCK.findall(path.read_text()):
+        exec(compile(code, str(path), "exec"), names)
+        got = capsys.readouterr().out
+        # A line's value may stand in a comment behind its print().
+        for expected in re.findall(r"^print\(.*# ([^:\n]*)", code, re.M):
+            assert expected.strip() in got
+        if printed:
+            assert got == printed
+
+
+def test_the_documents_are_found():
+    assert {"README.md", "contracts/README.md"} <= {str(path.relative_to(ROOT)) for path in DOCUMENTS}
