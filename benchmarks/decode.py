@@ -2,9 +2,9 @@
 
     python benchmarks/decode.py [--shapes 8x32,256x32] [--pool-dtype float32] [--output FILE]
 
-A shape is BxHV, with K = V = 128 and H = HV. For each: the answer is checked against float64 first; then the kernel's own
-time (profiler) and the time of a layer in a jitted loop (wall clock), medians both. Slots are random and change at every
-step, and layers rotate, so that L2 is cold; operands are random.
+A shape is BxHV, with K = V = 128 and H = HV. For each: the answer is checked against float64 first; then the kernel's
+own time (profiler) and the time of a layer in a jitted loop (wall clock), medians both. Slots are random and change at
+every step, and layers rotate, so that L2 is cold; operands are random.
 """
 
 import argparse
@@ -27,32 +27,10 @@ from kda_jax.synthetic import random_operands
 
 K = V = 128
 STATE_LIMIT = {"float32": 2e-6, "bfloat16": 2e-3, "float16": 3e-4}  # relative, with the pool's own rounding
-GRID = [
-    "1x3",
-    "1x12",
-    "1x32",
-    "1x96",
-    "4x32",
-    "8x4",
-    "8x12",
-    "8x32",
-    "8x96",
-    "16x32",
-    "32x3",
-    "32x12",
-    "32x32",
-    "64x12",
-    "64x32",
-    "64x64",
-    "128x12",
-    "128x32",
-    "128x96",
-    "256x12",
-    "256x32",
-    "256x64",
-    "512x32",
-    "512x96",
-]
+GRID = (
+    *("1x3", "1x12", "1x32", "1x96", "4x32", "8x4", "8x12", "8x32", "8x96", "16x32", "32x3", "32x12", "32x32"),
+    *("64x12", "64x32", "64x64", "128x12", "128x32", "128x96", "256x12", "256x32", "256x64", "512x32", "512x96"),
+)
 OPTIONS = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
 
 

@@ -16,7 +16,7 @@ WALL_RUNS = 7
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one call: of its kernels in the profiler (median, quartiles), and of a whole unprofiled replay."""
+    """Microseconds of one call: of its kernels (profiler; median and quartiles) and of a whole unprofiled replay."""
 
     kernel_us: float
     kernel_us_low: float
@@ -47,7 +47,7 @@ def gpu_events(run):
 
 
 def time_layers(op, pools, inputs, per_step, steps):
-    """Times op(pool, inputs, x) -> (out, pool) over `steps` steps of len(pools) layers; per_step's leaves lead by `steps`.
+    """Times op(pool, inputs, x) -> (out, pool) over steps of len(pools) layers; x is a slice of per_step, led by steps.
 
     Returns `(Times, pools)`: the pools that were passed are consumed, their successors come back.
     """
