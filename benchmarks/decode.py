@@ -85,7 +85,7 @@ def slots_of_steps(S, B, steps, seed):
     return np.concatenate(passes)[:steps].astype(np.int32)
 
 
-def measure(B, HV, pool_dtype, implementations, ops=None):
+def measure(B, HV, pool_dtype, implementations, ops=None) -> dict:
     """One row of the results: the ceiling and each implementation at one shape."""
     live_bytes = 2 * B * HV * V * K * jnp.dtype(pool_dtype).itemsize
     layers = layers_for(live_bytes // 2)
@@ -94,7 +94,7 @@ def measure(B, HV, pool_dtype, implementations, ops=None):
     nothing = [jnp.zeros(steps)] * layers
     ceiling, _ = time_layers(multiply, arrays, [None] * layers, nothing, steps)
     del arrays
-    row = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes, "ceiling": _entry(ceiling, live_bytes)}
+    row: dict = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes, "ceiling": _entry(ceiling, live_bytes)}
     ops = ops or {name: packed_decode(name) for name in implementations}
     pools, inputs, slots = layers_of(B, HV, pool_dtype, steps)
     for name, op in ops.items():

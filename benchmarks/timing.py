@@ -27,7 +27,7 @@ class Times:
 
 def layers_for(live_bytes):
     """How many layers of this size rotate, so that each finds its memory out of cache (if 64 are enough for that)."""
-    return int(min(MAX_LAYERS, max(2, -(-COLD_BYTES // live_bytes))))
+    return min(MAX_LAYERS, max(2, -int(-COLD_BYTES // live_bytes)))
 
 
 def gpu_events(run):

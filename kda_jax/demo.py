@@ -65,7 +65,7 @@ def run(*, model="kimi-linear-48b", tp=1, batch=8, steps=16, implementation="aut
         "reasons": "; ".join(f"not {name}: {reason}" for name, reason in why.reasons.items() if reason),
         "gate": "softplus" if lower_bound is None else f"safe, lower_bound {lower_bound}",
         **vars(sizes),
-        "live_rows": int(live.size),
+        "live_rows": live.size,
         "steps": steps,
         **_errors(operands, per_token, weights, options, live, outs, after),
         "untouched": bool((after[rest] == operands["initial_state"][rest]).all() and not outs[:, slots < 0].any()),
