@@ -3,8 +3,8 @@
     python benchmarks/decode.py [--shapes 8x32,256x32] [--pool-dtype float32] [--output FILE]
 
 A shape is BxHV, with K = V = 128 and H = HV. For each: the answer is checked against float64 first; then the kernel's
-own time (profiler) and the time of a layer in a jitted loop (wall clock), medians both. Slots are random and change at
-every step, and layers rotate, so that L2 is cold; operands are random.
+own time (profiler) and the time of a layer in a jitted loop (wall clock), medians both. Slots and operands are random;
+layers rotate, so that L2 is cold.
 """
 
 import argparse
@@ -37,52 +37,40 @@ OPTIONS = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
 def packed_decode(implementation):
     """The op as the timing loop calls it."""
 
-    def op(pool, inputs, slots):
-        return kda_jax.packed_decode(
-            **inputs, initial_state=pool, ssm_state_indices=slots, implementation=implementation, **OPTIONS
-        )
+    def op(pool, inputs):
+        return kda_jax.packed_decode(**inputs, initial_state=pool, implementation=implementation, **OPTIONS)
 
     return op
 
 
-def multiply(pool, inputs, x):
+def multiply(pool, inputs):
     """The ceiling: every live state read once and written once, in address order, with one multiplication."""
-    return pool[:1, 0, 0, 0], pool * jnp.asarray(0.999, pool.dtype)
+    return jnp.zeros(()), pool * jnp.asarray(0.999, pool.dtype)
 
 
 def check(op, HV, pool_dtype):
     """Raises unless the op meets the oracle on three rows of this width."""
     x = random_operands(Sizes(B=3, H=HV, HV=HV, K=K, V=V, S=5), pool_dtype=pool_dtype)
     expected_out, expected = oracle.packed_decode(**x, **OPTIONS)
-    pool, slots = x.pop("initial_state"), x.pop("ssm_state_indices")
-    out, state = jax.jit(op)(pool, x, slots)
+    out, state = jax.jit(op)(x.pop("initial_state"), x)
     for got, wanted, limit in ((out, expected_out, 4e-3), (state, expected, STATE_LIMIT[pool_dtype])):
         error = np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
         if not error <= limit:
             raise SystemExit(f"wrong answer, relative error {error:.1e} > {limit:.0e}: nothing is timed")
 
 
-def layers_of(B, HV, pool_dtype, steps):
-    """(pools, inputs, slots of each step) of as many layers as keep L2 cold."""
-    slot_bytes = HV * V * K * jnp.dtype(pool_dtype).itemsize
-    layers = layers_for(B * slot_bytes)
-    S = max(B + max(B // 4, 3), int(200e6 // (slot_bytes * layers)))
+def layers_of(B, HV, pool_dtype, layers):
+    """(pools, inputs) of as many layers; each has its own operands and its own random slots in a larger pool."""
+    S = B + max(B // 4, 3)
     sizes = Sizes(B=B, H=HV, HV=HV, K=K, V=V, S=1)
-    pools, inputs, slots = [], [], []
+    pools, inputs = [], []
     for layer in range(layers):
         x = random_operands(sizes, seed=layer)
-        inputs.append({name: jnp.asarray(x[name]) for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias")})
+        x["ssm_state_indices"] = np.random.default_rng(layer).permutation(S)[:B].astype(np.int32)
+        del x["initial_state"]
+        inputs.append({name: jnp.asarray(array) for name, array in x.items()})
         pools.append(jax.random.normal(jax.random.key(layer), (S, HV, V, K), jnp.dtype(pool_dtype)))
-        slots.append(jnp.asarray(slots_of_steps(S, B, steps, layer)))
-    return pools, inputs, slots
-
-
-def slots_of_steps(S, B, steps, seed):
-    """[steps, B] different random slots; a slot comes again only after all others where the pool is large enough."""
-    rng = np.random.default_rng(seed)
-    per_pass = S // B
-    passes = [rng.permutation(S)[: per_pass * B].reshape(per_pass, B) for _ in range(-(-steps // per_pass))]
-    return np.concatenate(passes)[:steps].astype(np.int32)
+    return pools, inputs
 
 
 def measure(B, HV, pool_dtype, implementations, ops=None) -> dict:
@@ -91,15 +79,14 @@ def measure(B, HV, pool_dtype, implementations, ops=None) -> dict:
     layers = layers_for(live_bytes // 2)
     steps = max(4, min(40, 400 // layers))
     arrays = [jax.random.normal(jax.random.key(i), (B, HV, V, K), jnp.dtype(pool_dtype)) for i in range(layers)]
-    nothing = [jnp.zeros(steps)] * layers
-    ceiling, _ = time_layers(multiply, arrays, [None] * layers, nothing, steps)
+    ceiling, _ = time_layers(multiply, arrays, [None] * layers, steps)
     del arrays
     row: dict = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes, "ceiling": _entry(ceiling, live_bytes)}
     ops = ops or {name: packed_decode(name) for name in implementations}
-    pools, inputs, slots = layers_of(B, HV, pool_dtype, steps)
+    pools, inputs = layers_of(B, HV, pool_dtype, layers)
     for name, op in ops.items():
         check(op, HV, pool_dtype)
-        times, pools = time_layers(op, pools, inputs, slots, steps)
+        times, pools = time_layers(op, pools, inputs, steps)
         row[name] = _entry(times, live_bytes) | {
             "share_of_ceiling": ceiling.kernel_us / times.kernel_us,
             "share_of_ceiling_layer": ceiling.layer_us / times.layer_us,
@@ -134,7 +121,7 @@ def main():
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit("these times mean something on a GPU only, and the default backend is not one")
-    results = environment(options.commit) | {"pool_dtype": options.pool_dtype, "K": K, "V": V, "rows": []}
+    results: dict = environment(options.commit) | {"pool_dtype": options.pool_dtype, "K": K, "V": V, "rows": []}
     names = options.implementations.split(",")
     print(f"{results['device']}, JAX {results['jax']}, pool {options.pool_dtype}; us per call, (share of the ceiling)")
     print(f"{'B x HV':>9} {'ceiling':>9}  " + "  ".join(f"{name:>19}" for name in names))
