@@ -1,4 +1,4 @@
-"""The command line: `kda-jax demo`, `kda-jax explain` (also `python -m kda_jax`)."""
+"""The command line: `kda-jax demo`, `explain`, `check` (also `python -m kda_jax`)."""
 
 import argparse
 import json
@@ -6,7 +6,8 @@ import sys
 
 import jax
 
-from kda_contracts import PACKED_DECODE, Sizes
+from kda_contracts import PACKED_DECODE, BadFileError, Sizes
+from kda_contracts.cli import add_check
 from kda_jax import demo, dispatch
 from kda_jax.synthetic import MODELS, model_sizes
 
@@ -17,16 +18,18 @@ def main(arguments=None):
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_explain(commands)
+    add_check(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, ImportError, BadFileError) as error:
         parser.exit(2, f"{parser.prog} {options.command}: {error}\n")
 
 
 def _add_demo(commands):
     parser = commands.add_parser("demo", help="decode a batch on a real model's shapes, check it and time it")
     _add_model(parser)
+    parser.add_argument("--checkpoint", help="take the weights and the gate from this checkpoint's first KDA layer")
     parser.add_argument("--steps", type=_positive, default=16, help="tokens to decode (default: 16)")
     parser.add_argument("--implementation", default="auto", choices=("auto", *dispatch.IMPLEMENTATIONS))
     parser.add_argument("--json", action="store_true", help="print one flat JSON object instead of the table")
@@ -58,6 +61,7 @@ def _positive(text):
 def _demo(options):
     result = demo.run(
         model=options.model,
+        checkpoint=options.checkpoint,
         tp=options.tp,
         batch=options.batch,
         steps=options.steps,

@@ -1,32 +1,99 @@
 """The demo: a real model's geometry, decoded for a batch, judged by the float64 oracle, and timed."""
 
+import dataclasses
 import functools
+import importlib.util
+import tempfile
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import kda_jax
+from kda_contracts import ContractError, Sizes, check_checkpoint, find_tensors, normalize_A_log, normalize_dt_bias
+from kda_contracts.cli import text as checkpoint_text
 from kda_jax import oracle
-from kda_jax.synthetic import MODELS, model_sizes, random_operands
+from kda_jax.synthetic import HEAD_DIMENSION, MODELS, model_sizes, random_operands, write_layer
 
 CHECKED_ROWS = 8  # rows are independent, and the oracle takes 50 us for each row, head and token
 LIMIT = 4e-6  # relative, of float32 outputs and pools
 REPEATS = 5
 
 
-def run(*, model="kimi-linear-48b", tp=1, batch=8, steps=16, implementation="auto", seed=0):
+@dataclass(frozen=True)
+class LayerWeights:
+    """What the op needs of one KDA layer, all heads: A_log [HV], dt_bias [HV*K], the gate; and where it came from."""
+
+    heads: int
+    K: int
+    V: int
+    A_log: np.ndarray
+    dt_bias: np.ndarray
+    lower_bound: float | None
+    source: str
+
+
+def read_layer(path) -> LayerWeights:
+    """The first KDA layer of a checkpoint that meets the contract, through the normalizers.
+
+    Raises:
+      ContractError, BadFileError: the checkpoint breaks the contract, or cannot be judged.
+      ImportError: without `safetensors` (the extra `checkpoint`).
+    """
+    report = check_checkpoint(path)
+    if not report.ok:
+        raise ContractError(checkpoint_text(report))
+    from safetensors import safe_open  # an extra
+
+    layer, sizes, files = report.layers[0], report.sizes, find_tensors(path)
+
+    def read(name):
+        with safe_open(files[f"{layer.prefix}.{name}"][0], framework="flax") as file:
+            return file.get_tensor(f"{layer.prefix}.{name}")
+
+    return LayerWeights(
+        heads=sizes["HV"],
+        K=sizes["K"],
+        V=sizes["V"],
+        A_log=np.asarray(normalize_A_log(read("A_log"), sizes["HV"])),
+        dt_bias=np.asarray(normalize_dt_bias(read("dt_bias"), sizes["HV"], sizes["K"])),
+        lower_bound=report.lower_bound,
+        source=f"{layer.prefix} of {Path(path).name}",
+    )
+
+
+def made_up_layer(model) -> LayerWeights:
+    """A layer of the model's real shapes: written to a temporary checkpoint and read back, if safetensors is there."""
+    if importlib.util.find_spec("safetensors"):
+        with tempfile.TemporaryDirectory() as folder:
+            write_layer(folder, model)
+            return dataclasses.replace(read_layer(folder), source=f"random, through a checkpoint of {model}'s shapes")
+    heads = MODELS[model].heads
+    x = random_operands(model_sizes(model, tp=1, batch=1, slots=1))
+    where = "random; the extra `checkpoint` would take them through a file"
+    return LayerWeights(
+        heads, HEAD_DIMENSION, HEAD_DIMENSION, x["A_log"], x["dt_bias"], MODELS[model].lower_bound, where
+    )
+
+
+def run(*, model="kimi-linear-48b", checkpoint=None, tp=1, batch=8, steps=16, implementation="auto", seed=0):
     """Decodes `steps` tokens for `batch` rows, the last one padded where there are two, and returns one flat dict.
 
-    The pool has more slots than rows. `err_out` and `err_state` are relative to the oracle's norms, over the checked
-    rows and all tokens; `us_per_step` is the best of five runs of one compiled loop; `untouched` says whether all other
+    Weights and gate come from the first KDA layer of `checkpoint`, if one is given, else from `model`'s shapes. The
+    pool has more slots than rows. `err_out` and `err_state` are relative to the oracle's norms, over the checked rows
+    and all tokens; `us_per_step` is the best of five runs of one compiled loop; `untouched` says whether all other
     slots kept their bits.
     """
-    sizes = model_sizes(model, tp=tp, batch=batch, slots=2 * batch + 1)
-    lower_bound = MODELS[model].lower_bound
+    layer = read_layer(checkpoint) if checkpoint else made_up_layer(model)
+    if layer.heads % tp:
+        raise ValueError(f"{layer.heads} heads cannot be split over {tp} ranks")
+    HV, lower_bound = layer.heads // tp, layer.lower_bound
+    sizes = Sizes(B=batch, H=HV, HV=HV, K=layer.K, V=layer.V, S=2 * batch + 1)
     tokens = [random_operands(sizes, seed=seed + t) for t in range(steps)]
-    operands = tokens[0]
+    operands = tokens[0] | {"A_log": layer.A_log[:HV], "dt_bias": layer.dt_bias[: HV * layer.K]}
     slots = operands["ssm_state_indices"]
     if batch > 1:
         slots[-1] = -1
@@ -58,7 +125,8 @@ def run(*, model="kimi-linear-48b", tp=1, batch=8, steps=16, implementation="aut
     touched = slots[live]
     rest = np.setdiff1d(np.arange(sizes.S), touched)
     return {
-        "model": model,
+        "model": str(checkpoint or model),
+        "weights": layer.source,
         "tp": tp,
         "device": why.device,
         "implementation": why.implementation,
@@ -119,6 +187,7 @@ def report(result):
     sizes = ", ".join(f"{letter}={result[letter]}" for letter in ("B", "H", "HV", "K", "V", "S"))
     rows = {
         "model": f"{result['model']}, 1 of {result['tp']} ranks" if result["tp"] > 1 else result["model"],
+        "weights": result["weights"],
         "device": result["device"],
         "ran": result["implementation"],
         "because": result["reasons"] or "it comes first",

@@ -1,28 +1,33 @@
 """Random operands of unit scale and the released models' geometries: what the demo, tests and benchmarks run on."""
 
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
-from kda_contracts import PACKED_DECODE, Sizes
+from kda_contracts import CHECKPOINT, PACKED_DECODE, Sizes
 
 HEAD_DIMENSION = 128  # K and V of every released KDA model
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a released model's config says of its KDA layers: heads of one layer, the gate, how many layers."""
+    """What a released model's files say of a KDA layer: heads, hidden size, gate, and how it is stored."""
 
     heads: int
+    hidden_size: int
     lower_bound: float | None
-    layers: int | None
+    output_gate: str
+    A_log_shape: tuple[int, ...]
 
 
 MODELS = {
-    "kimi-linear-48b": Model(heads=32, lower_bound=None, layers=20),
-    "kimi-k3": Model(heads=96, lower_bound=-5.0, layers=69),
-    "glm-5.3": Model(heads=64, lower_bound=-5.0, layers=None),
+    "kimi-linear-48b": Model(32, 2304, None, "g_a_proj.weight", (1, 1, 32, 1)),
+    "kimi-k3": Model(96, 7168, -5.0, "g_proj.weight", (128,)),
+    "glm-5.3": Model(64, 4096, -5.0, "g_a_proj.weight", (64,)),
 }
 
 
@@ -60,3 +65,40 @@ def random_operands(sizes, *, seed=0, dtype="bfloat16", gate_dtype="float32", po
         "initial_state": normal("initial_state", pool_dtype),
         "ssm_state_indices": slots,
     }
+
+
+def write_layer(folder, model, *, layer=0, seed=0):
+    """Writes a checkpoint of one KDA layer of a model's real names and shapes: config.json and model.safetensors.
+
+    A_log and dt_bias hold random values; the projections are a hole in a sparse file, so that nothing is stored.
+    """
+    folder, released = Path(folder), MODELS[model]
+    heads = released.heads
+    sizes = {"H": heads, "HV": heads, "K": HEAD_DIMENSION, "V": HEAD_DIMENSION, "D": released.hidden_size, "W": 4}
+    linear = {"num_heads": heads, "head_dim": HEAD_DIMENSION, "short_conv_kernel_size": 4, "kda_layers": [layer]}
+    linear |= {"full_attn_layers": [], "gate_lower_bound": released.lower_bound}
+    config = {"hidden_size": released.hidden_size, "linear_attn_config": linear}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    (layout,) = (x for x in CHECKPOINT if x.told_by == released.output_gate)
+    values = random_operands(Sizes(B=1, H=heads, HV=heads, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=1), seed=seed)
+    A_log = np.zeros(math.prod(released.A_log_shape), np.float32)
+    A_log[:heads] = values["A_log"]
+    stored = {"A_log": A_log.reshape(released.A_log_shape), "dt_bias": values["dt_bias"]}
+    header, offset, places = {}, 0, {}
+    for tensor in layout.tensors:
+        shape = stored[tensor.name].shape if tensor.name in stored else tensor.shape(sizes)
+        size = math.prod(shape) * (4 if tensor.name in stored else 2)
+        header[f"model.layers.{layer}.self_attn.{tensor.name}"] = {
+            "dtype": "F32" if tensor.name in stored else "BF16",
+            "shape": shape,
+            "data_offsets": (offset, offset + size),
+        }
+        places[tensor.name], offset = offset, offset + size
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, array in stored.items():
+            file.seek(8 + len(text) + places[name])
+            file.write(array.tobytes())
+        file.truncate(8 + len(text) + offset)

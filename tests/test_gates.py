@@ -16,7 +16,9 @@ def decay(x, A_log=0.0, lower_bound=None):
 def test_softplus_over_the_whole_range():
     x = np.linspace(-86, 200, 200_001).astype(np.float32)
     exact = np.logaddexp(0, x.astype(np.float64))
-    assert np.max(np.abs(np.asarray(gates.softplus(jnp.asarray(x))) - exact) / exact) < 3e-7  # 2.3e-7 by the CPU's exp, 2.8e-7 by the H200's
+    assert (
+        np.max(np.abs(np.asarray(gates.softplus(jnp.asarray(x))) - exact) / exact) < 3e-7
+    )  # 2.3e-7 by the CPU's exp, 2.8e-7 by the H200's
 
 
 @pytest.mark.parametrize("x", [19.99, 20, 20.01, 50, 88, 89, 100, 1e4, 3e38, np.inf])

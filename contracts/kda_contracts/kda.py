@@ -1,6 +1,6 @@
 """The tables of Kimi Delta Attention: every shape of the project is written here, and nowhere else."""
 
-from kda_contracts.spec import Contract, Operand, Option, Rule
+from kda_contracts.spec import Contract, Layout, Operand, Option, Rule, Tensor
 
 FLOATS = ("float32", "bfloat16", "float16")
 INDICES = ("int8", "int16", "int32", "int64")
@@ -72,5 +72,60 @@ PACKED_DECODE = Contract(
         ),
         Rule("option", "scale lower_bound", "`{argument}` must be {allowed} (got {got})."),
         Rule("compact", "initial_state", "`initial_state` must hold each slot's [HV, V, K] block compactly."),
+    ),
+)
+
+
+def _tensor(name, axes, cut, meaning):
+    return Tensor(name, axes, WEIGHTS if name.endswith("weight") else FLOATS, meaning, cut=cut)
+
+
+WEIGHTS = ("bfloat16", "float16", "float32")
+_PROJECTIONS = (
+    _tensor("q_proj.weight", "H*K D", 0, "query projection"),
+    _tensor("k_proj.weight", "H*K D", 0, "key projection"),
+    _tensor("v_proj.weight", "HV*V D", 0, "value projection"),
+    _tensor("q_conv1d.weight", "H*K 1 W", 0, "short convolution of q, per channel"),
+    _tensor("k_conv1d.weight", "H*K 1 W", 0, "short convolution of k, per channel"),
+    _tensor("v_conv1d.weight", "HV*V 1 W", 0, "short convolution of v, per channel"),
+    _tensor("b_proj.weight", "HV D", 0, "raw beta logits"),
+    _tensor("A_log", "HV", 0, "natural log of the decay rate; also [1, 1, HV, 1], or padded with zeros"),
+    _tensor("dt_bias", "HV*K", 0, "bias of the forget gate per (value head, key channel)"),
+    _tensor("o_norm.weight", "V", None, "RMSNorm before the output projection"),
+    _tensor("o_proj.weight", "D HV*V", 1, "output projection"),
+)
+_FORGET_GATE = (
+    _tensor("f_a_proj.weight", "K D", None, "forget gate, down"),
+    _tensor("f_b_proj.weight", "HV*K K", 0, "forget gate, up"),
+)
+
+# One KDA layer as released, below `...layers.<i>.self_attn.` (FLA: `.attn.`), in each layout that is known.
+CHECKPOINT = (
+    Layout(
+        "low-rank output gate (Kimi-Linear, GLM-5.3)",
+        "g_a_proj.weight",
+        (
+            *_PROJECTIONS,
+            *_FORGET_GATE,
+            _tensor("g_a_proj.weight", "V D", None, "output gate, down"),
+            _tensor("g_b_proj.weight", "HV*V V", 0, "output gate, up"),
+        ),
+    ),
+    Layout(
+        "full-rank output gate (Kimi-K3)",
+        "g_proj.weight",
+        (*_PROJECTIONS, *_FORGET_GATE, _tensor("g_proj.weight", "HV*V D", 0, "output gate")),
+    ),
+    Layout(
+        "FLA's own layer",
+        "f_proj.0.weight",
+        (
+            *_PROJECTIONS,
+            _tensor("f_proj.0.weight", "V D", None, "forget gate, down"),
+            _tensor("f_proj.1.weight", "HV*K V", 0, "forget gate, up"),
+            _tensor("g_proj.0.weight", "V D", None, "output gate, down"),
+            _tensor("g_proj.1.weight", "HV*V V", 0, "output gate, up"),
+            _tensor("g_proj.1.bias", "HV*V", 0, "output gate, up"),
+        ),
     ),
 )

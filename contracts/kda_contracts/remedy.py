@@ -135,3 +135,46 @@ def _unsharded(name, got, wanted):
     if wanted and got > wanted and got % wanted == 0:
         return f"it holds {got // wanted} times as many: an unsharded {name}? slice this rank's {wanted} elements"
     return None
+
+
+def for_tensor(tensor, array, sizes):
+    """One line for a checkpoint's tensor of a wrong shape, or None."""
+    wanted = tensor.shape(sizes)
+    if tensor.name == "dt_bias" and array.size in (sizes["HV"], sizes["K"]):
+        return _bias(array, {}, sizes)
+    if tensor.name == "A_log" and array.size > sizes["HV"]:
+        return _rate(array, {}, sizes)
+    if array.size == math.prod(wanted):
+        transposed = array.ndim == 2 and array.shape == wanted[::-1]
+        return "transposed: take .T" if transposed else f"the same elements in another shape: reshape{wanted}"
+    wrong = [axis for axis, (x, y) in enumerate(zip(array.shape, wanted, strict=False)) if x != y]
+    if array.ndim != len(wanted) or len(wrong) != 1:
+        return None
+    (axis,) = wrong
+    if array.shape[axis] and wanted[axis] % array.shape[axis] == 0:
+        parts = wanted[axis] // array.shape[axis]
+        if axis == tensor.cut:
+            return f"axis {axis} is 1/{parts} of it: one rank's slice of {parts}? join the ranks' files"
+        cut = "this tensor is not cut" if tensor.cut is None else f"this tensor is cut on axis {tensor.cut}"
+        return f"axis {axis} is 1/{parts} of it: a tensor-parallel slice cut on the wrong axis? {cut}"
+    return None
+
+
+def for_tensor_dtype(dtype):
+    """One line for a checkpoint's tensor of a wrong dtype, or None."""
+    if dtype == "float64":
+        return "round it to float32 first"
+    return "quantized or integer weights have to be expanded to a float dtype first"
+
+
+def for_stranger(name):
+    """One line for a tensor that no KDA layer has, or None."""
+    if name.startswith(("in_proj", "conv1d", "norm.")):
+        return "this looks like Gated DeltaNet's layer, whose gate is per head"
+    if name.startswith(("q_a_", "q_b_", "kv_a_", "kv_b_", "kv_proj", "indexer")):
+        return "this looks like MLA's layer"
+    if name.startswith("g_"):
+        return "a layer has either a low-rank or a full-rank output gate"
+    if any(mark in name for mark in ("scale", "packed", "qweight", "qzeros", "zero_point")):
+        return "quantized weights have to be expanded first"
+    return None

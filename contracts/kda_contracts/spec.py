@@ -28,6 +28,22 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Tensor(Operand):
+    """One tensor of a checkpoint. `cut` is the axis that tensor parallelism cuts, None where each rank has it all."""
+
+    cut: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which a layer is released: the tensor whose name tells it, and all tensors."""
+
+    name: str
+    told_by: str
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class Option:
     """One static option. `kind` is "positive" or "negative" (a finite number of that sign, or None) or "dtype"."""
 

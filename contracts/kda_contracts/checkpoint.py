@@ -1,0 +1,241 @@
+"""A checkpoint judged before it is loaded: the KDA layers of a folder or file in safetensors form, by their headers."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kda_contracts import remedy
+from kda_contracts.arrays import ArrayFacts, shape_text
+from kda_contracts.kda import CHECKPOINT
+from kda_contracts.safetensors_header import BadFileError, read_header, read_json
+from kda_contracts.spec import Tensor
+
+LAYER = re.compile(r"(?P<prefix>(?:.*\.)?layers\.(?P<index>\d{1,6})\.(?:self_attn|attn|linear_attn))\.(?P<tensor>.+)")
+KDA_ONLY = frozenset({"A_log", "dt_bias"})  # what no full-attention layer has
+CONFIG_BYTES = 10_000_000
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with one tensor (or a whole layer, with tensor ""): what, and the remedy where one is known."""
+
+    tensor: str
+    message: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One KDA layer: its number in the names, where it stands, its layout, what is worth knowing, what is wrong."""
+
+    index: int
+    prefix: str
+    layout: str
+    notes: tuple[str, ...]
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What `check_checkpoint` found. `rank` is {tensor: shape} that each of `tp` ranks would hold."""
+
+    path: str
+    sizes: dict
+    lower_bound: float | None
+    tp: int
+    layers: tuple[LayerReport, ...]
+    faults: tuple[Fault, ...]
+    rank: dict = field(default_factory=dict)
+
+    @property
+    def ok(self):
+        return not self.faults and not any(layer.faults for layer in self.layers)
+
+
+def check_checkpoint(path, tp=1) -> CheckpointReport:
+    """Judges the KDA layers of a checkpoint by its headers; no weight is read.
+
+    Args:
+      path: a safetensors file, or a folder of them (with `model.safetensors.index.json` where there are several);
+        `config.json` beside it. Nothing outside that folder is followed, but for the blobs of a hub cache.
+      tp: tensor-parallel ranks that the heads are to be split over.
+
+    Returns:
+      `CheckpointReport`: a `LayerReport` for each KDA layer that the config or the names tell, with every fault.
+
+    Raises:
+      BadFileError: a file that cannot be judged, in one line.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise BadFileError(path, "no such file or folder")
+    folder = path if path.is_dir() else path.parent
+    config = read_json(_inside(folder, "config.json"), CONFIG_BYTES)
+    sizes, lower_bound, declared = _geometry(folder / "config.json", config)
+    found: dict[int, dict[str, dict[str, ArrayFacts]]] = {}
+    for name, (_, array) in find_tensors(path).items():
+        if match := LAYER.fullmatch(name):
+            found.setdefault(int(match["index"]), {}).setdefault(match["prefix"], {})[match["tensor"]] = array
+    layers = []
+    for index in sorted(found.keys() | declared.get("kda", frozenset())):
+        by_prefix = found.get(index, {})
+        kda = {prefix: x for prefix, x in by_prefix.items() if KDA_ONLY & x.keys()}
+        if not kda and index in declared.get("kda", ()):
+            layers.append(_missing_layer(index, by_prefix))
+        for prefix, tensors in kda.items():
+            layers.append(_judge_layer(index, prefix, tensors, sizes, declared))
+    faults = [] if layers else [Fault("", "no KDA layer was found: no tensor is called A_log or dt_bias")]
+    if tp < 1 or sizes["H"] % tp or sizes["HV"] % tp:
+        counts = [n for n in range(1, sizes["H"] + 1) if sizes["H"] % n == 0 and sizes["HV"] % n == 0]
+        ways = ", ".join(map(str, counts))
+        faults.append(Fault("", f"{sizes['HV']} heads cannot be split over {tp} ranks", f"it can be {ways}"))
+        rank = {}
+    else:
+        told = next((x for x in CHECKPOINT for layer in layers if x.name == layer.layout), None)
+        rank = {tensor.name: _rank_shape(tensor, sizes, tp) for tensor in told.tensors} if told else {}
+    return CheckpointReport(str(path), sizes, lower_bound, tp, tuple(layers), tuple(faults), rank)
+
+
+def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
+    """{name: (file, ArrayFacts)} of a safetensors file, or of a folder of them. Raises BadFileError."""
+    path = Path(path)
+    if not path.is_dir():
+        return _of_file(path)
+    files = sorted(x.name for x in path.iterdir() if x.name.endswith(".safetensors"))
+    if not (path / INDEX).exists():
+        if len(files) == 1:
+            return _of_file(_inside(path, files[0]))
+        raise BadFileError(path, f"{len(files)} safetensors files and no {INDEX}" if files else "no safetensors file")
+    weight_map = read_json(_inside(path, INDEX)).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
+        raise BadFileError(path / INDEX, "weight_map is no object of file names")
+    headers = {file: _of_file(_inside(path, file)) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise BadFileError(path / INDEX, f"{name[:80]!r} is said to be in {file}, which does not hold it")
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def _of_file(path):
+    return {name: (path, array) for name, array in read_header(path).items()}
+
+
+def _inside(folder, name):
+    """folder/name, which must really lie there; a hub cache keeps its files as links to ../../blobs."""
+    path = folder / name
+    try:
+        target, home = path.resolve(strict=True), folder.resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadFileError(path, getattr(error, "strerror", None) or str(error)) from None
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if Path(name).name != name or not any(target.is_relative_to(x) for x in homes):
+        raise BadFileError(path, "points outside the folder")
+    return path
+
+
+def _geometry(path, config) -> tuple[dict, float | None, dict]:
+    """(sizes by letter, lower_bound, {"kda": layers, "full": layers} by number in the names) of a config.json."""
+    config = config.get("text_config", config)
+    linear = config.get("linear_attn_config") if isinstance(config, dict) else None
+    if isinstance(linear, dict):
+        names = {"H": "num_heads", "K": "head_dim", "W": "short_conv_kernel_size"}
+        sizes: dict = {letter: linear.get(name) for letter, name in names.items()}
+        sizes |= {"HV": sizes["H"], "V": sizes["K"], "D": config.get("hidden_size")}
+        declared = _declared(linear)
+        lower_bound = linear.get("gate_lower_bound", linear.get("lower_bound", config.get("gate_lower_bound")))
+    elif isinstance(config, dict) and config.get("model_type") == "kda":
+        names = {"H": "num_heads", "K": "head_dim", "W": "conv_size", "D": "hidden_size"}
+        sizes = {letter: config.get(name) for letter, name in names.items()}
+        expand = config.get("expand_v", 1)
+        whole = isinstance(sizes["K"], int) and isinstance(expand, (int, float)) and math.isfinite(expand)
+        sizes |= {"HV": config.get("num_v_heads") or sizes["H"], "V": int(sizes["K"] * expand) if whole else None}
+        declared, lower_bound = {}, config.get("lower_bound")
+    else:
+        raise BadFileError(path, "no linear_attn_config: this is no KDA model's config")
+    if wrong := [letter for letter, size in sizes.items() if type(size) is not int or not 0 < size < 2**31]:
+        raise BadFileError(path, f"no usable number for {', '.join(wrong)} (num_heads, head_dim, hidden_size, ...)")
+    return sizes, lower_bound if isinstance(lower_bound, (int, float)) else None, declared
+
+
+def _declared(linear):
+    """The layers that the config calls KDA and full attention, by number in the names: it may count them from 1."""
+    lists = {"kda": linear.get("kda_layers"), "full": linear.get("full_attn_layers")}
+    numbers = {
+        kind: {x for x in layers if type(x) is int} for kind, layers in lists.items() if isinstance(layers, list)
+    }
+    if not numbers.get("kda"):
+        return {}
+    first = min(set().union(*numbers.values()))
+    return {kind: frozenset(x - first for x in layers) for kind, layers in numbers.items()}
+
+
+def _missing_layer(index, by_prefix):
+    held = sorted(name for tensors in by_prefix.values() for name in tensors)
+    kind = "MLA" if any("kv_a_proj" in name for name in held) else "another kind of layer" if held else "missing"
+    message = f"layer {index} is a KDA layer by config.json, but has no A_log and no dt_bias"
+    seen = f"this looks like {kind}: it holds {', '.join(held[:4])}" if held else "the file holds nothing of it"
+    return LayerReport(index, next(iter(by_prefix), f"layers.{index}"), "none", (), (Fault("", message, seen),))
+
+
+def _judge_layer(index, prefix, tensors, sizes, declared):
+    layout = next((x for x in CHECKPOINT if x.told_by in tensors), None)
+    faults = []
+    if declared and index not in declared["kda"]:
+        faults.append(Fault("", f"layer {index} is no KDA layer by config.json, but holds A_log or dt_bias"))
+    if layout is None:
+        told = ", ".join(x.told_by for x in CHECKPOINT)
+        message = f"layer {index} has an unknown layout: none of {told} is there"
+        faults.append(Fault("", message, f"it holds {', '.join(sorted(tensors)[:6])}"))
+        return LayerReport(index, prefix, "unknown", (), tuple(faults))
+    notes: list[str] = []
+    known = {tensor.name: tensor for tensor in layout.tensors}
+    for name, tensor in known.items():
+        if name not in tensors:
+            faults.append(Fault(name, f"`{prefix}.{name}` is missing", f"expected {_expected(tensor, sizes)}"))
+        elif fault := _judge_tensor(prefix, tensor, tensors[name], sizes, notes):
+            faults.append(fault)
+    faults += [
+        Fault(name, f"`{prefix}.{name}` is no tensor of such a KDA layer", remedy.for_stranger(name))
+        for name in sorted(tensors.keys() - known.keys())
+    ]
+    return LayerReport(index, prefix, layout.name, tuple(notes), tuple(faults))
+
+
+def _judge_tensor(prefix, tensor: Tensor, array: ArrayFacts, sizes, notes):
+    wanted = tensor.shape(sizes)
+    if tensor.name == "A_log" and _normalizable_A_log(array.shape, sizes["HV"], sizes["K"]):
+        if array.shape != wanted:
+            tail = array.size - sizes["HV"]
+            padded = f", its tail of {tail} is judged when it is loaded" if tail else ""
+            notes.append(f"A_log is {shape_text(array.shape)}: normalize_A_log gives ({sizes['HV']},){padded}")
+    elif array.shape != wanted:
+        flat = ("*" in tensor.axes and " " not in tensor.axes) or tensor.name == "A_log"
+        elements = f"must have {math.prod(wanted)} elements (got {array.size})"
+        message = elements if flat and array.size != math.prod(wanted) else f"must be {shape_text(wanted)}"
+        cure = remedy.for_tensor(tensor, array, sizes)
+        detail = f"expected {_expected(tensor, sizes)}, got {array}"
+        return Fault(tensor.name, f"`{prefix}.{tensor.name}` {message}", f"{detail}; {cure}" if cure else detail)
+    if array.dtype not in tensor.dtypes:
+        message = f"`{prefix}.{tensor.name}` must be {', '.join(tensor.dtypes[:-1])} or {tensor.dtypes[-1]}"
+        return Fault(tensor.name, f"{message} (got {array.dtype})", remedy.for_tensor_dtype(array.dtype))
+    if tensor.name in KDA_ONLY and array.dtype != "float32":
+        notes.append(f"{tensor.name} is {array.dtype}; the released models keep it in float32")
+    return None
+
+
+def _normalizable_A_log(shape, HV, K):
+    size = math.prod(shape)
+    return (size == HV and max(shape, default=0) == HV) or (len(shape) == 1 and HV < size < HV * K)
+
+
+def _expected(tensor, sizes):
+    return f"{tensor.expected} = {shape_text(tensor.shape(sizes))}"
+
+
+def _rank_shape(tensor, sizes, tp):
+    shape = list(tensor.shape(sizes))
+    if tensor.cut is not None:
+        shape[tensor.cut] //= tp
+    return tuple(shape)
