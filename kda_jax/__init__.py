@@ -9,4 +9,9 @@ from kda_contracts import normalize_dt_bias as normalize_dt_bias
 from kda_jax.decode import packed_decode as packed_decode
 from kda_jax.dispatch import Explanation as Explanation
 from kda_jax.dispatch import explain as explain
+from kda_jax.layouts import pack_qkv as pack_qkv
+from kda_jax.layouts import state_from_kv as state_from_kv
+from kda_jax.layouts import state_to_kv as state_to_kv
+from kda_jax.slots import clear_slots as clear_slots
+from kda_jax.slots import pad_slots as pad_slots
 from kda_jax.slots import validate_slots as validate_slots

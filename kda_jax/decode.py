@@ -15,6 +15,7 @@ def packed_decode(
     initial_state,
     ssm_state_indices,
     *,
+    source_indices=None,
     scale=None,
     use_qk_l2norm_in_kernel=False,
     lower_bound=None,
@@ -46,6 +47,9 @@ def packed_decode(
       initial_state: `[S, HV, V, K]` float32, bfloat16 or float16, V before K; the whole pool. With K == V no check
         can see a transposed pool.
       ssm_state_indices: `[B]` int8 to int64; the slot of each row. It is judged before it is narrowed to int32.
+      source_indices: `[B]` int8 to int64; None reads each row's state from the slot that it is written to. Otherwise a
+        row reads this slot instead (copy on write of a shared prefix), and one outside `[0, S)` starts from a zero
+        state (a fresh request, whatever its slot holds). No row may read a slot that another row writes.
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
       use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first (Kimi models: True).
       lower_bound: None for the softplus gate (Kimi-Linear), or a static finite number < 0 for the safe gate (-5.0 in
@@ -89,6 +93,7 @@ def packed_decode(
             dt_bias=dt_bias,
             initial_state=initial_state,
             ssm_state_indices=ssm_state_indices,
+            source_indices=source_indices,
         )
     )
     sizes = check(PACKED_DECODE, **arrays, scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
@@ -101,10 +106,11 @@ def packed_decode(
         from kda_jax.mosaic_gpu import kda_packed_decode_mosaic_gpu as implement
     else:
         implement = reference.kda_packed_decode_xla
-    *operands, indices = arrays.values()
+    *operands, indices, sources = arrays.values()
     return implement(
         *operands,
         slots.as_int32(indices),
+        None if sources is None else slots.as_int32(sources),
         sizes=sizes,
         scale=float(sizes.K**-0.5 if scale is None else scale),
         use_qk_l2norm=bool(use_qk_l2norm_in_kernel),

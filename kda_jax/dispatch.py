@@ -56,6 +56,7 @@ def explain(
     initial_state,
     ssm_state_indices,
     *,
+    source_indices=None,
     scale=None,
     use_qk_l2norm_in_kernel=False,
     lower_bound=None,
@@ -88,6 +89,7 @@ def explain(
         dt_bias=dt_bias,
         initial_state=initial_state,
         ssm_state_indices=ssm_state_indices,
+        source_indices=source_indices,
     )
     sizes = check(PACKED_DECODE, **without_layout(arrays), scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
     chosen = choose(implementation, sizes, initial_state)

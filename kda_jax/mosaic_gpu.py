@@ -112,21 +112,21 @@ def _body(
     A_log_gmem,  # [HV]
     dt_bias_gmem,  # [HV*K]
     slots_gmem,  # [B] int32
-    pool_gmem,  # [S, HV, V, K], read and written
-    out_gmem,  # [B, 1, HV, V]
-    *,
+    *refs,  # sources_gmem [B] int32, if there is one; pool_gmem [S, HV, V, K], read and written; out_gmem [B, 1, HV, V]
     sizes,
     config,
     scale,
     use_qk_l2norm,
     lower_bound,
 ):
+    *sources_gmem, pool_gmem, out_gmem = refs
     H, HV, K, V = sizes.H, sizes.HV, sizes.K, sizes.V
     layout = config.layout
     key_layout, value_layout = layout.reduce(0), layout.reduce(1)
     tiles = V // config.tile_rows
     block = lax.axis_index("block")  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
-    row, head, tile = block // (HV * tiles), lax.rem(block // tiles, HV), lax.rem(block, tiles)
+    row_and_head, tile = _divide(block, tiles)
+    row, head = _divide(row_and_head, HV)
     slot = slots_gmem[row]
     live = (slot >= 0) & (slot < sizes.S)
     steps = [tile * config.tile_rows + start for start in range(0, config.tile_rows, config.step_rows)]
@@ -146,11 +146,16 @@ def _body(
     @pl.when(live)
     def _():
         def load_state(start):
-            return load(pool_gmem.at[slot, head, rows(start), :], layout)
+            if not sources_gmem:
+                return load(pool_gmem.at[slot, head, rows(start), :], layout)
+            source = sources_gmem[0][row]
+            inside = (source >= 0) & (source < sizes.S)  # else a zero state, whatever the slot holds
+            state = load(pool_gmem.at[jnp.where(inside, source, slot), head, rows(start), :], layout)
+            return jnp.where(inside, state, jnp.zeros_like(state))
 
         states = [load_state(start) for start in steps[:STEPS_AHEAD]]  # first: the gates below hide their latency
         f32 = jnp.float32
-        group = head // (HV // H)
+        group, _ = _divide(head, HV // H)
         q = load(mixed_qkv_gmem.at[row, pl.ds(group * K, K)], key_layout).astype(f32)
         k = load(mixed_qkv_gmem.at[row, pl.ds((H + group) * K, K)], key_layout).astype(f32)
         if use_qk_l2norm:
@@ -180,6 +185,11 @@ def _body(
             _store(pool_gmem.at[slot, head, rows(start), :], updated.astype(pool_gmem.dtype))
 
 
+def _divide(x, n):
+    """(x // n, x % n) of a natural int32, in int32 under 64-bit mode too."""
+    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
+
+
 def _store(ref, value):
     """Registers to global memory. JAX 0.12 refuses plain stores of these layouts; 0.11 has no others."""
     if hasattr(plgpu, "store"):
@@ -197,6 +207,7 @@ def kda_packed_decode_mosaic_gpu(
     dt_bias,  # [HV*K]
     pool,  # [S, HV, V, K], an array or a Ref
     slots,  # [B] int32
+    sources=None,  # [B] int32
     *,
     sizes: Sizes,
     scale,
@@ -216,10 +227,11 @@ def kda_packed_decode_mosaic_gpu(
     chex.assert_is_divisible(K, config.lanes * config.vector)
 
     operands = inference_only((mixed_qkv, a, b, A_log, dt_bias))
+    indices = (slots,) if sources is None else (slots, sources)
     if is_ref(pool):
-        ref, slots = pool, ref_must_be_mapped(pool, slots, *operands)
+        ref, indices = pool, (ref_must_be_mapped(pool, slots, *indices[1:], *operands), *indices[1:])
     else:
-        ref = jax.new_ref(pool_as_mapped(inference_only(pool), slots, *operands))
+        ref = jax.new_ref(pool_as_mapped(inference_only(pool), *indices, *operands))
     body = functools.partial(
         _body, sizes=sizes, config=config, scale=scale, use_qk_l2norm=use_qk_l2norm, lower_bound=lower_bound
     )
@@ -232,5 +244,5 @@ def kda_packed_decode_mosaic_gpu(
         # No automatic barriers: each lane stores exactly the elements of the pool that it loaded, and reads nothing
         # else that is written.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*operands, slots, ref)
+    )(*operands, *indices, ref)
     return out, None if is_ref(pool) else jax.freeze(ref)

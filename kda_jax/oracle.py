@@ -17,6 +17,7 @@ def packed_decode(
     initial_state,
     ssm_state_indices,
     *,
+    source_indices=None,
     scale=None,
     use_qk_l2norm_in_kernel=False,
     lower_bound=None,
@@ -42,7 +43,8 @@ def packed_decode(
     B, width = mixed_qkv.shape
     H = (width - HV * V) // (2 * K)
     rate = np.minimum(np.exp(np.minimum(A_log, 700.0)), FLOAT32_MAX)
-    out = np.zeros((B, 1, HV, V))
+    out, before = np.zeros((B, 1, HV, V)), state.copy()
+    sources = np.asarray(ssm_state_indices if source_indices is None else source_indices).tolist()
     for row, slot in enumerate(np.asarray(ssm_state_indices).tolist()):
         if not 0 <= slot < S:
             continue
@@ -57,7 +59,8 @@ def packed_decode(
                 log_decay = -rate[head] * np.logaddexp(0.0, x)
             else:
                 log_decay = lower_bound * _sigmoid(rate[head] * x)
-            decayed = state[slot, head] * np.exp(log_decay)
+            read = before[sources[row], head] if 0 <= sources[row] < S else np.zeros((V, K))
+            decayed = read * np.exp(log_decay)
             change = (v[head] - decayed @ key) * _sigmoid(b[row, head])
             state[slot, head] = decayed + np.outer(change, key)
             out[row, 0, head] = state[slot, head] @ query

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kda_contracts import Sizes
 from kda_jax import gates
 from kda_jax.slots import is_ref
+from kda_jax.transforms import ref_must_be_mapped
 
 
 def recurrence(state, q, k, v, log_decay, beta):
@@ -40,6 +41,7 @@ def kda_packed_decode_xla(
     dt_bias,  # [HV*K]
     pool,  # [S, HV, V, K], an array or a Ref
     slots,  # [B] int32
+    sources=None,  # [B] int32
     *,
     sizes: Sizes,
     scale,
@@ -54,6 +56,9 @@ def kda_packed_decode_xla(
     chex.assert_type(slots, jnp.int32)
     state = pool[...] if is_ref(pool) else pool  # of a Ref, its own buffer: nothing is copied inside jit
 
+    if is_ref(pool):
+        slots = ref_must_be_mapped(pool, slots, mixed_qkv, a, b, A_log, dt_bias)
+
     f32 = jnp.float32
     qk, v = jnp.split(mixed_qkv.astype(f32), [2 * H * K], axis=1)
     q, k = jnp.moveaxis(qk.reshape(B, 2, H, K), 1, 0)
@@ -66,7 +71,8 @@ def kda_packed_decode_xla(
 
     live = (slots >= 0) & (slots < S)
     slots = jnp.where(live, slots, S)  # out of range on the high side: a negative index would wrap
-    before = state.at[slots].get(mode="fill", fill_value=0).astype(f32)
+    sources = slots if sources is None else jnp.where((sources >= 0) & (sources < S), sources, S)
+    before = state.at[sources].get(mode="fill", fill_value=0).astype(f32)  # outside the pool: a zero state
     out, after = recurrence(before, q, k, v.reshape(B, HV, V), log_decay, beta)
     out = jnp.where(live[:, None, None], out, 0).astype(out_dtype).reshape(B, 1, HV, V)
     state = state.at[slots].set(after.astype(state.dtype), mode="drop")

@@ -1,4 +1,4 @@
-"""Slots of the state pool: their host-side check, and how indices are narrowed."""
+"""Slots of the state pool: checked, padded, cleared, narrowed."""
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +7,18 @@ import numpy as np
 from kda_contracts import ContractError
 
 
-def validate_slots(indices, num_slots):
+def validate_slots(indices, num_slots, source_indices=None):
     """Checks a batch's slots on the host, before a step: the op itself checks no value, so that nothing synchronizes.
 
     Args:
       indices: `[B]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its device). -1 is a padded
         row; every other value must be in `[0, num_slots)` and stand there once.
       num_slots: S, the slots of the pool.
+      source_indices: None, or `[B]` integers: the slots that the live rows read. -1 starts a row from a zero state;
+        every other value must be in `[0, num_slots)`, and no row may read a slot that another row writes.
 
     Raises:
-      ContractError: names the first rows and values that are out of range or repeated.
+      ContractError: names the first rows and values that are out of range, repeated, or read while written.
       TypeError: the indices are traced, or not integers.
 
     >>> validate_slots([4, -1, 0, -1], 6)
@@ -27,13 +29,9 @@ def validate_slots(indices, num_slots):
       row 1 has slot 6: it must be -1 (a padded row) or in [0, 6)
       row 2 has slot 4, as row 0 has: two rows of one step may not share a slot
     """
-    if isinstance(indices, jax.core.Tracer):
-        raise TypeError("kda_jax.validate_slots reads values, which a traced array has not: call it outside jit")
-    indices = np.asarray(indices)
-    if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
-        raise TypeError(f"kda_jax.validate_slots takes [B] integers (got {indices.shape} {indices.dtype})")
+    slots = _integers(indices)
     faults, first_row = [], {}
-    for row, slot in enumerate(indices.tolist()):
+    for row, slot in enumerate(slots):
         if slot == -1:
             continue
         if not 0 <= slot < num_slots:
@@ -42,10 +40,93 @@ def validate_slots(indices, num_slots):
             faults.append(
                 f"row {row} has slot {slot}, as row {first_row[slot]} has: two rows of one step may not share a slot"
             )
+    sources = [] if source_indices is None else _integers(source_indices)
+    if source_indices is not None and len(sources) != len(slots):
+        raise ContractError(f"kda_jax.validate_slots: {len(sources)} source indices for {len(slots)} rows")
+    for row, source in enumerate(sources):
+        if slots[row] == -1 or source == -1:
+            continue
+        if not 0 <= source < num_slots:
+            faults.append(f"row {row} has source {source}: it must be -1 (a zero state) or in [0, {num_slots})")
+        elif first_row.get(source, row) != row:
+            faults.append(f"row {row} reads slot {source}, which row {first_row[source]} writes in the same step")
     if faults:
         shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
         rows = "1 row breaks" if len(faults) == 1 else f"{len(faults)} rows break"
         raise ContractError("\n  ".join([f"kda_jax.validate_slots: {rows} the contract", *shown]))
+
+
+def pad_slots(indices, B):
+    """A batch's slots padded with -1 to B rows, for a step that was compiled for B: no stale index stays behind.
+
+    Args:
+      indices: `[n]` integers with n <= B, a NumPy or JAX array (or a tracer) or a list.
+      B: rows of the step.
+
+    Returns:
+      `[B]`, of the same library and dtype (int32 for a list).
+
+    Raises:
+      ContractError: there are more than B rows.
+
+    >>> pad_slots([4, 2, 0], 5)
+    array([ 4,  2,  0, -1, -1], dtype=int32)
+    """
+    library = jnp if isinstance(indices, jax.Array) else np
+    indices = library.asarray(indices, dtype=getattr(indices, "dtype", np.int32))
+    if indices.ndim != 1 or indices.shape[0] > B:
+        raise ContractError(f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {indices.shape})")
+    return library.pad(indices, (0, B - indices.shape[0]), constant_values=-1)
+
+
+def clear_slots(pool, indices):
+    """Zeroes the state of some slots, as a new request wants it: a freed slot keeps its last tenant's state.
+
+    Args:
+      pool: `[S, HV, V, K]` (or any array led by S), an array or a `jax.Ref`; any dtype.
+      indices: `[n]` int8 to int64; values outside `[0, S)` are passed over, repeated ones do no harm.
+
+    Returns:
+      The pool with zeros there; None for a Ref.
+
+    Effects:
+      As `packed_decode`: in place when donated inside `jit` or passed as a Ref, else on a copy.
+
+    Raises:
+      ContractError: the indices are not `[n]` signed integers.
+
+    >>> import jax.numpy as jnp
+    >>> clear_slots(jnp.ones((3, 2)), jnp.array([1, -1])).tolist()
+    [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    """
+    if not hasattr(indices, "dtype"):
+        indices = np.asarray(indices, np.int32 if not len(indices) else None)
+    if indices.ndim != 1 or np.dtype(indices.dtype).kind != "i":
+        raise ContractError(
+            f"kda_jax.clear_slots: indices must be [n] signed integers (got {indices.shape} {indices.dtype})"
+        )
+    return _clear(pool, as_int32(indices))
+
+
+@jax.jit
+def _clear(pool, slots):
+    state = pool[...] if is_ref(pool) else jnp.asarray(pool)
+    S = state.shape[0]
+    slots = jnp.where((slots >= 0) & (slots < S), slots, S)  # a negative index would wrap
+    state = state.at[slots].set(jnp.zeros((), state.dtype), mode="drop")
+    if is_ref(pool):
+        pool[...] = state
+        return None
+    return state
+
+
+def _integers(indices):
+    if isinstance(indices, jax.core.Tracer):
+        raise TypeError("kda_jax.validate_slots reads values, which a traced array has not: call it outside jit")
+    indices = np.asarray(indices)
+    if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
+        raise TypeError(f"kda_jax.validate_slots takes [B] integers (got {indices.shape} {indices.dtype})")
+    return indices.tolist()
 
 
 def as_int32(indices):

@@ -315,7 +315,10 @@ class Refuse:
         if name.partition(".")[0] in {"numpy", "jax", "jaxlib", "torch", "chex", "ml_dtypes"}:
             raise ImportError("refused: " + name)
 sys.meta_path.insert(0, Refuse())
-import kda_contracts
+before = set(sys.modules)
+import kda_contracts, kda_contracts.cli
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - {"kda_contracts"}
+assert loaded <= sys.stdlib_module_names, loaded
 class Array:
     def __init__(self, *shape, dtype="float32"): self.shape, self.dtype = shape, dtype
 x = dict(mixed_qkv=Array(3, 384), a=Array(3, 256), b=Array(3, 4), A_log=Array(4), dt_bias=Array(256),

@@ -10,6 +10,7 @@ from support import (
     assert_meets_oracle,
     assert_near,
     assert_same_bits,
+    decode,
     lowered_text,
     on_device,
     running,
@@ -20,17 +21,12 @@ import kda_jax
 RUNS = [("xla", name) for name in SHAPES] + [("mosaic_gpu", name) for name in MOSAIC_SHAPES]
 
 
-def decode(call, implementation, **options):
-    with running(implementation):
-        return kda_jax.packed_decode(**on_device(call.operands), implementation=implementation, **options)
-
-
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("implementation", "shape"), RUNS)
 def test_meets_the_oracle(implementation, shape, gate):
     call = make_call(SHAPES[shape], dtype="float32")
     options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate])
-    assert_meets_oracle(call, *decode(call, implementation, **options), **options)
+    assert_meets_oracle(call, *decode(call.operands, implementation, **options), **options)
 
 
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
@@ -39,7 +35,7 @@ def test_meets_the_oracle(implementation, shape, gate):
 def test_dtypes(implementation, dtype, pool_dtype):
     call = make_call(SHAPES["k64_v32"], dtype=dtype, pool_dtype=pool_dtype, gate_dtype=dtype)
     options = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
-    out, state = decode(call, implementation, **options)
+    out, state = decode(call.operands, implementation, **options)
     assert out.dtype == dtype
     assert_meets_oracle(call, out, state, **options)
 
@@ -49,7 +45,7 @@ def test_dtypes(implementation, dtype, pool_dtype):
 def test_narrow_pools_of_every_width(shape, pool_dtype):
     call = make_call(SHAPES[shape], pool_dtype=pool_dtype)
     options = dict(use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
-    assert_meets_oracle(call, *decode(call, "mosaic_gpu", **options), **options)
+    assert_meets_oracle(call, *decode(call.operands, "mosaic_gpu", **options), **options)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -57,7 +53,7 @@ def test_mixed_operand_dtypes(implementation):
     call = make_call(SHAPES["k32_v16"], dtype="bfloat16")
     call.operands["a"] = call.operands["a"].astype(np.float32)
     call.operands["b"] = call.operands["b"].astype(np.float16)
-    out, state = decode(call, implementation)
+    out, state = decode(call.operands, implementation)
     assert out.dtype == jnp.bfloat16
     assert_meets_oracle(call, out, state)
 
@@ -65,8 +61,8 @@ def test_mixed_operand_dtypes(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_l2norm_off_and_scale(implementation):
     call = make_call(SHAPES["k32_v16"], dtype="float32")
-    assert_meets_oracle(call, *decode(call, implementation, scale=0.25), scale=0.25)
-    one, half = (decode(call, implementation, scale=scale) for scale in (1.0, 0.5))
+    assert_meets_oracle(call, *decode(call.operands, implementation, scale=0.25), scale=0.25)
+    one, half = (decode(call.operands, implementation, scale=scale) for scale in (1.0, 0.5))
     assert_same_bits(half[0], one[0] * np.float32(0.5))
     assert_same_bits(half[1], one[1])
 
@@ -74,10 +70,10 @@ def test_l2norm_off_and_scale(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_out_dtype(implementation):
     call = make_call(SHAPES["k32_v16"], dtype="bfloat16")
-    out, state = decode(call, implementation, out_dtype=jnp.float32)
+    out, state = decode(call.operands, implementation, out_dtype=jnp.float32)
     assert out.dtype == jnp.float32
     assert_meets_oracle(call, out, state)
-    narrow, same_state = decode(call, implementation, out_dtype="float16")
+    narrow, same_state = decode(call.operands, implementation, out_dtype="float16")
     assert_same_bits(narrow, np.asarray(out).astype(np.float16))
     assert_same_bits(state, same_state)
 
@@ -126,7 +122,7 @@ def test_a_ref_is_updated_in_place(implementation):
     operands = on_device(call.operands)
     pool = operands.pop("initial_state")
     before = np.array(pool)
-    expected = decode(call, implementation)
+    expected = decode(call.operands, implementation)
     for wrap in (lambda f: f, jax.jit):
         ref = jax.new_ref(pool)
 
@@ -223,10 +219,88 @@ def test_steps_in_a_scan_equal_steps_one_by_one(implementation):
     assert_near(np.asarray(scanned_pool)[np.asarray(slots)], np.asarray(pool)[np.asarray(slots)], 1e-6)
 
 
+@pytest.mark.parametrize("loop", ["scan", "fori_loop"])
+def test_a_loop_copies_no_pool(loop):
+    x = make_call(SHAPES["k32_v16"], dtype="float32").operands
+    shape = jax.ShapeDtypeStruct((3000, 2, 16, 32), jnp.float32)
+    rest = on_device({name: x[name] for name in x if name != "initial_state"})
+
+    def step(pool):
+        return kda_jax.packed_decode(**rest, initial_state=pool)[1]
+
+    def steps(pool):
+        if loop == "scan":
+            return jax.lax.scan(lambda pool, _: (step(pool), None), pool, None, length=4)[0]
+        return jax.lax.fori_loop(0, 4, lambda _, pool: step(pool), pool)
+
+    memory = jax.jit(steps, donate_argnums=0).lower(shape).compile().memory_analysis()
+    pool_bytes = 3000 * 2 * 16 * 32 * 4
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 20
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_ref_closed_over_by_a_scan(implementation):
+    calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32", padded=False) for seed in range(2)]
+    x = on_device(calls[0].operands)
+    pool = x.pop("initial_state")
+    tokens = jnp.stack([call.operands["mixed_qkv"] for call in calls])
+    ref = jax.new_ref(pool)
+
+    def step(_, row):
+        return None, kda_jax.packed_decode(**x | {"mixed_qkv": row}, initial_state=ref, implementation=implementation)[
+            0
+        ]
+
+    with running(implementation):
+        _, outs = jax.lax.scan(step, None, tokens)
+    for row, out in zip(tokens, outs, strict=True):
+        expected, pool = decode(x | {"mixed_qkv": row, "initial_state": pool}, implementation)
+        assert_near(out, expected, 1e-6)
+    assert_near(np.nan_to_num(ref[...]), np.nan_to_num(pool), 1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_slots_over_two_shards_equal_one_pool(implementation):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs 2 devices")
+    call = make_call(SHAPES["k32_v16"].__class__(B=4, H=1, HV=2, K=32, V=16, S=8), dtype="float32", padded=False)
+    call.operands["ssm_state_indices"][:] = 6, 1, 3, -1
+    call.operands["initial_state"][:] = np.random.default_rng(0).standard_normal((8, 2, 16, 32))
+    live = call.__class__(call.sizes, call.operands, call.operands["ssm_state_indices"] >= 0)
+    x = on_device(call.operands)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("slots",))
+    spec = jax.sharding.PartitionSpec
+
+    def local(pool, rest):
+        mine = rest["ssm_state_indices"] - 4 * jax.lax.axis_index("slots")  # another shard's rows are padded rows here
+        out, pool = kda_jax.packed_decode(
+            **rest | {"ssm_state_indices": mine}, initial_state=pool, implementation=implementation
+        )
+        return jax.lax.psum(out, "slots"), pool
+
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec("slots"), spec()), out_specs=(spec(), spec("slots")), check_vma=False
+    )
+    pool = x.pop("initial_state")
+    with running(implementation):
+        out, state = jax.jit(step, donate_argnums=0)(pool, x)
+    assert_meets_oracle(live, out, state)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ahead_of_time(implementation):
+    call = make_call(SHAPES["k32_v16"], dtype="float32")
+    x = on_device(call.operands)
+    with running(implementation):
+        step = jax.jit(lambda x: kda_jax.packed_decode(**x, implementation=implementation))
+        assert_meets_oracle(call, *step.lower(x).compile()(x))
+
+
 def test_implementations_agree():
     call = make_call(SHAPES["k64_v32"], dtype="bfloat16")
     options = dict(use_qk_l2norm_in_kernel=True, out_dtype="float32")
-    results = [decode(call, implementation, **options) for implementation in IMPLEMENTATIONS]
+    results = [decode(call.operands, implementation, **options) for implementation in IMPLEMENTATIONS]
     assert_near(results[0][0], results[1][0], 4e-6)
     assert_near(np.asarray(results[0][1])[call.slots], np.asarray(results[1][1])[call.slots], 4e-6)
 
@@ -237,7 +311,7 @@ def test_implementations_agree():
 def test_models_meet_the_oracle(shape, gate):
     call = make_call(MODEL_SHAPES[shape])
     options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate], out_dtype="float32")
-    assert_meets_oracle(call, *decode(call, "mosaic_gpu", **options), **options)
+    assert_meets_oracle(call, *decode(call.operands, "mosaic_gpu", **options), **options)
 
 
 @pytest.mark.gpu

@@ -27,3 +27,12 @@ def test_code_blocks_run(path, capsys):
 
 def test_the_documents_are_found():
     assert {"README.md", "contracts/README.md"} <= {str(path.relative_to(ROOT)) for path in DOCUMENTS}
+
+
+def test_every_test_that_the_documents_name_exists():
+    named = {name for path in ROOT.glob("docs/*.md") for name in re.findall(r"`(test_\w+)`", path.read_text())}
+    defined = {
+        name for path in ROOT.glob("tests/test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert named
+    assert named <= defined, sorted(named - defined)

@@ -199,7 +199,7 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     complete = None not in wanted
     words |= {"wanted": shape_text(wanted) if complete else entry.expected}
     words |= {"elements": math.prod(wanted) if complete else "?"}
-    words |= {"allowed": _one_of(entry.dtypes), "got": array.dtype} | extra
+    words |= {"allowed": _one_of(entry.dtypes), "got": array.dtype, "array": array} | extra
     words |= {name: arrays.get(name, ArrayFacts((), "none")) for name in contract.by_name if name in given}
     if rule.kind in ("rank", "shape", "batch") or rule.kind.startswith("packed"):
         lines = (f"{_expectation(entry, sizes)}, got {array}", remedy.for_shape(argument, entry, arrays, sizes))

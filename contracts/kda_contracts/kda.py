@@ -15,6 +15,13 @@ PACKED_DECODE = Contract(
         Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
         Operand("initial_state", "S HV V K", FLOATS, "the whole state pool"),
         Operand("ssm_state_indices", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+        Operand(
+            "source_indices",
+            "B",
+            INDICES,
+            "slot that a row's state is read from; outside [0, S): a zero state",
+            required=False,
+        ),
         Operand("out", "B 1 HV V", FLOATS, "where the caller brings its own output", required=False),
     ),
     results=(
@@ -36,13 +43,13 @@ PACKED_DECODE = Contract(
         Rule("contiguous", "A_log dt_bias", "`A_log`/`dt_bias` must be contiguous."),
         Rule(
             "rank",
-            "ssm_state_indices",
-            "`ssm_state_indices` must be 1D for packed decode (got ndim={ssm_state_indices.ndim}).",
+            "ssm_state_indices source_indices",
+            "`{argument}` must be 1D for packed decode (got ndim={array.ndim}).",
         ),
         Rule("contiguous", "out", "`out` must be contiguous."),
         Rule(
             "device",
-            "a b A_log dt_bias initial_state out ssm_state_indices",
+            "a b A_log dt_bias initial_state out ssm_state_indices source_indices",
             "All inputs must be on the same device.",
         ),
         Rule(
@@ -52,8 +59,8 @@ PACKED_DECODE = Contract(
         ),
         Rule(
             "shape",
-            "ssm_state_indices",
-            "`ssm_state_indices` must have shape [B] (got {ssm_state_indices.shape}; expected ({B},)).",
+            "ssm_state_indices source_indices",
+            "`{argument}` must have shape [B] (got {array.shape}; expected ({B},)).",
         ),
         Rule("rank", "initial_state", "`initial_state` must be a 4D tensor (got ndim={initial_state.ndim})."),
         Rule("last_axis", "initial_state", "`initial_state` must be contiguous in the last dim."),
@@ -67,7 +74,7 @@ PACKED_DECODE = Contract(
         Rule("packed_heads", "mixed_qkv", "Invalid head config inferred from mixed_qkv: H={H}, HV={HV}."),
         Rule(
             "dtype",
-            "mixed_qkv a b A_log dt_bias initial_state ssm_state_indices out out_dtype",
+            "mixed_qkv a b A_log dt_bias initial_state ssm_state_indices source_indices out out_dtype",
             "`{argument}` must be {allowed} (got {got}).",
         ),
         Rule("option", "scale lower_bound", "`{argument}` must be {allowed} (got {got})."),

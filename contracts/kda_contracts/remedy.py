@@ -31,10 +31,10 @@ def for_normalizer(name, array, sizes):
 
 def for_dtype(argument, dtype):
     """One line for a wrong dtype, or None."""
-    if argument == "ssm_state_indices":
+    if argument.endswith("_indices"):
         if dtype.startswith("uint"):
-            return "-1 marks a padded row, so slots are signed: ssm_state_indices.astype('int32')"
-        return "slots are integers: ssm_state_indices.astype('int32'), with -1 for a padded row"
+            return f"-1 marks a padded row, so slots are signed: {argument}.astype('int32')"
+        return f"slots are integers: {argument}.astype('int32'), with -1 for a padded row"
     if dtype == "float64":
         return f"round it first: {argument}.astype('float32')"
     if argument == "initial_state":

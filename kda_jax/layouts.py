@@ -1,0 +1,93 @@
+"""Other layouts at the edge: separate or interleaved q, k, v, and pools with K before V."""
+
+import jax.numpy as jnp
+
+from kda_contracts import ContractError
+
+
+def pack_qkv(q, k=None, v=None, *, H=None, K=None, V=None):
+    """The flat row that `packed_decode` takes: q of all heads, then k of all heads, then v of all value heads.
+
+    Args:
+      q: `[B, H, K]`, or the interleaved row `[B, H*(2*K+G*V)]` alone: for each key head its q, its k and the v of its G
+        value heads, as Qwen3-Next and attention-gym pack it. No shape tells that row from a flat one.
+      k: `[B, H, K]`, or None with an interleaved row.
+      v: `[B, HV, V]`, or None with an interleaved row.
+      H, K, V: key heads and head dimensions; needed for an interleaved row only.
+
+    Returns:
+      `[B, 2*H*K+HV*V]`, in the dtype of q.
+
+    Raises:
+      ContractError: the shapes do not fit together.
+
+    >>> import jax.numpy as jnp
+    >>> q, k, v = jnp.array([[[1, 2], [3, 4]]]), jnp.array([[[5, 6], [7, 8]]]), jnp.array([[[9], [10]]])
+    >>> pack_qkv(q, k, v).tolist()
+    [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    >>> pack_qkv(jnp.array([[1, 2, 5, 6, 9, 3, 4, 7, 8, 10]]), H=2, K=2, V=1).tolist()
+    [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+    """
+    if k is None and v is None:
+        q, k, v = _deinterleave(q, H, K, V)
+    if q.ndim != 3 or v is None or v.ndim != 3 or k is None or k.shape != q.shape or v.shape[0] != q.shape[0]:
+        shapes = ", ".join(str(getattr(x, "shape", None)) for x in (q, k, v))
+        raise ContractError(f"kda_jax.pack_qkv: q and k must be [B, H, K] and v [B, HV, V] (got {shapes})")
+    if v.shape[1] == 0 or q.shape[1] == 0 or v.shape[1] % q.shape[1]:
+        raise ContractError(f"kda_jax.pack_qkv: v's {v.shape[1]} heads must be a multiple of q's and k's {q.shape[1]}")
+    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in (q, k.astype(q.dtype), v.astype(q.dtype))], axis=1)
+
+
+def state_from_kv(pool):
+    """`[S, HV, V, K]` from `[S, HV, K, V]`, the layout of FLA's default and of attention-gym.
+
+    Args:
+      pool: `[..., K, V]`, any dtype.
+
+    Returns:
+      `[..., V, K]`, same dtype.
+
+    Raises:
+      ContractError: fewer than two axes.
+
+    >>> import jax.numpy as jnp
+    >>> state_from_kv(jnp.zeros((6, 4, 64, 32))).shape
+    (6, 4, 32, 64)
+    """
+    if pool.ndim < 2:
+        raise ContractError(f"kda_jax.state_from_kv: the pool must be [..., K, V] (got {pool.shape})")
+    return jnp.swapaxes(pool, -1, -2)
+
+
+def state_to_kv(pool):
+    """`[S, HV, K, V]` from `[S, HV, V, K]`: the inverse of `state_from_kv`.
+
+    Args:
+      pool: `[..., V, K]`, any dtype.
+
+    Returns:
+      `[..., K, V]`, same dtype.
+
+    Raises:
+      ContractError: fewer than two axes.
+
+    >>> import jax.numpy as jnp
+    >>> state_to_kv(jnp.zeros((6, 4, 32, 64))).shape
+    (6, 4, 64, 32)
+    """
+    if pool.ndim < 2:
+        raise ContractError(f"kda_jax.state_to_kv: the pool must be [..., V, K] (got {pool.shape})")
+    return jnp.swapaxes(pool, -1, -2)
+
+
+def _deinterleave(row, H, K, V):
+    if None in (H, K, V):
+        raise ContractError("kda_jax.pack_qkv: an interleaved row needs H, K and V: its shape does not tell them")
+    group = row.shape[-1] // H if H else 0
+    if row.ndim != 2 or group * H != row.shape[-1] or group <= 2 * K or (group - 2 * K) % V:
+        raise ContractError(
+            f"kda_jax.pack_qkv: an interleaved row must be [B, H*(2*K+G*V)] with H={H}, K={K}, V={V} (got {row.shape})"
+        )
+    heads = row.reshape(row.shape[0], H, group)
+    v = heads[:, :, 2 * K :].reshape(row.shape[0], -1, V)
+    return heads[:, :, :K], heads[:, :, K : 2 * K], v

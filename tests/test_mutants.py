@@ -1,0 +1,157 @@
+"""Ten ways to get the maths wrong, each built into a copy of the kernel and of the reference: the suite sees every one.
+
+A mutant is the module's own source with one expression changed. It is judged by what judges the real ones, on calls
+that the suite makes too: a mutant that passes would mean that the suite is blind there.
+"""
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import SHAPES, make_call
+from support import assert_meets_oracle, on_device, running
+
+import kda_jax
+from kda_contracts import Sizes
+
+SQUARE = Sizes(B=3, H=1, HV=2, K=32, V=32, S=5)  # K == V: only values can show a transposed state
+
+# name -> {module: ((what stands there, what stands there instead), ...)}; in the kernel, then in the reference.
+MUTANTS = {
+    "wrong head map": {
+        "mosaic_gpu": (("group, _ = _divide(head, HV // H)", "_, group = _divide(head, H)"),),
+        "reference": (("jnp.repeat(x, HV // H, axis=1)", "jnp.tile(x, (1, HV // H, 1))"),),
+    },
+    "beta rounded to bfloat16": {
+        "mosaic_gpu": (
+            (
+                "gates.sigmoid(b_gmem[row, head].astype(f32))",
+                "gates.sigmoid(b_gmem[row, head].astype(f32)).astype(jnp.bfloat16).astype(f32)",
+            ),
+        ),
+        "reference": (
+            ("gates.sigmoid(b.astype(f32))", "gates.sigmoid(b.astype(f32)).astype(jnp.bfloat16).astype(f32)"),
+        ),
+    },
+    "epsilon outside the root": {
+        "gates": (("lax.rsqrt(sum_of_squares + NORM_EPS)", "1.0 / (jnp.sqrt(sum_of_squares) + NORM_EPS)"),),
+    },
+    "-1 wrapped": {
+        "mosaic_gpu": (
+            (
+                "slot = slots_gmem[row]\n",
+                "slot = slots_gmem[row]\n    slot = jnp.where(slot < 0, slot + sizes.S, slot)\n",
+            ),
+        ),
+        "reference": (("live = (slots >= 0) & (slots < S)", "slots = slots % S; live = slots >= 0"),),
+    },
+    "transposed state": {
+        "reference": (
+            ('mode="fill", fill_value=0).astype(f32)', 'mode="fill", fill_value=0).astype(f32).swapaxes(2, 3)'),
+        ),
+    },
+    "softplus threshold flipped": {
+        "gates": (("return -rate * softplus(x)", "return -rate * jnp.where(x < 20.0, x, softplus(x))"),),
+    },
+    "gate by key head": {
+        "mosaic_gpu": (("a_gmem.at[row, pl.ds(head * K, K)]", "a_gmem.at[row, pl.ds(group * K, K)]"),),
+        "reference": (
+            ("a.astype(f32).reshape(B, HV, K)", "jnp.repeat(a.astype(f32).reshape(B, HV, K)[:, :H], HV // H, axis=1)"),
+        ),
+    },
+    "state rounded before the read": {
+        "mosaic_gpu": (
+            (
+                "state_q = (decayed * along_keys(q))",
+                "state_q = (decayed.astype(pool_gmem.dtype).astype(f32) * along_keys(q))",
+            ),
+        ),
+        "reference": (
+            (
+                "return (state * q[..., None, :]).sum(-1), state",
+                "return (state.astype(jnp.bfloat16).astype(jnp.float32) * q[..., None, :]).sum(-1), state",
+            ),
+        ),
+    },
+    "scale on k": {
+        "mosaic_gpu": (("q = q * scale", "k = k * scale"),),
+        "reference": (("(q * f32(scale), k)", "(q, k * f32(scale))"),),
+    },
+    "padded row unwritten": {
+        "mosaic_gpu": (("@pl.when(jnp.logical_not(live))", "@pl.when(slot == 2**30)"),),
+        "reference": (("jnp.where(live[:, None, None], out, 0)", "out"),),
+    },
+}
+RUNS = [(name, module) for name, modules in MUTANTS.items() for module in modules]
+
+
+def mutate(monkeypatch, module, changes):
+    """Loads a changed copy of kda_jax/<module>.py, and of the implementations that use it, in the originals' places."""
+    affected = ["gates", "reference", "mosaic_gpu"] if module == "gates" else [module]
+    loaded = {}
+    for name in affected:
+        source = (Path(kda_jax.__file__).parent / f"{name}.py").read_text()
+        for old, new in changes if name == module else ():
+            assert source.count(old) == 1, f"{name}.py has {old!r} {source.count(old)} times"
+            source = source.replace(old, new)
+        mutant = types.ModuleType(f"kda_jax.{name}")
+        mutant.__file__ = importlib.util.find_spec(f"kda_jax.{name}").origin
+        monkeypatch.setitem(sys.modules, f"kda_jax.{name}", mutant)
+        monkeypatch.setattr(kda_jax, name, mutant, raising=False)
+        exec(compile(source, f"{name} with a fault", "exec"), mutant.__dict__)
+        loaded[name] = mutant
+    return loaded
+
+
+def battery(implement, interpreted):
+    """Raises AssertionError unless the implementation is right on a few of the suite's calls."""
+    for sizes, dtypes in (
+        (SQUARE, {"dtype": "float32"}),
+        (SHAPES["k32_v16"], {"dtype": "float32"}),
+        (SHAPES["k64_v32"], {"dtype": "bfloat16", "pool_dtype": "bfloat16"}),
+    ):
+        call = make_call(sizes, **dtypes)
+        if dtypes["dtype"] == "float32":
+            call.operands["mixed_qkv"] *= np.float32(1e-3)  # where an epsilon's place shows
+        x = on_device(call.operands)
+        options = dict(use_qk_l2norm_in_kernel=True, scale=0.25, lower_bound=None)
+        with running(interpreted):
+            out, state = implement(
+                *(
+                    x[name]
+                    for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias", "initial_state", "ssm_state_indices")
+                ),
+                sizes=sizes,
+                scale=0.25,
+                use_qk_l2norm=True,
+                lower_bound=None,
+                out_dtype=jnp.dtype("float32"),
+            )
+        assert_meets_oracle(call, out, state, **options)
+
+
+def judge(loaded):
+    if "reference" in loaded:
+        battery(loaded["reference"].kda_packed_decode_xla, "xla")
+    if "mosaic_gpu" in loaded:
+        battery(loaded["mosaic_gpu"].kda_packed_decode_mosaic_gpu, "mosaic_gpu")
+
+
+@pytest.mark.parametrize(("name", "module"), RUNS, ids=lambda x: x.replace(" ", "_"))
+def test_a_mutant_is_caught(monkeypatch, name, module):
+    loaded = mutate(monkeypatch, module, MUTANTS[name][module])
+    with pytest.raises(AssertionError):
+        judge(loaded)
+
+
+@pytest.mark.parametrize("module", ["gates", "reference", "mosaic_gpu"])
+def test_an_unchanged_copy_passes(monkeypatch, module):
+    judge(mutate(monkeypatch, module, ()))
+
+
+def test_there_are_ten():
+    assert len(MUTANTS) == 10
