@@ -15,11 +15,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decode import environment
 
 import kda_jax
 from kda_contracts import Sizes
 from kda_jax import oracle
+from kda_jax.bench import environment
 from kda_jax.synthetic import random_operands
 
 SIZES = Sizes(B=2, H=2, HV=2, K=128, V=32, S=3)

@@ -1,4 +1,4 @@
-"""The command line: `kda-jax demo`, `explain`, `check` (also `python -m kda_jax`)."""
+"""The command line: `kda-jax demo`, `explain`, `check`, `bench` (also `python -m kda_jax`)."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ import jax
 
 from kda_contracts import PACKED_DECODE, BadFileError, Sizes
 from kda_contracts.cli import add_check
-from kda_jax import demo, dispatch
+from kda_jax import bench, demo, dispatch
 from kda_jax.synthetic import MODELS, model_sizes
 
 
@@ -19,6 +19,9 @@ def main(arguments=None):
     _add_demo(commands)
     _add_explain(commands)
     add_check(commands)
+    parser_of_bench = commands.add_parser("bench", help="time the kernels on a GPU against an in-place multiply")
+    bench.add_arguments(parser_of_bench)
+    parser_of_bench.set_defaults(run=bench.run)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)

@@ -104,6 +104,8 @@ def packed_decode(
         return out, None if slots.is_ref(initial_state) else jnp.asarray(initial_state)
     if chosen == "mosaic_gpu":
         from kda_jax.mosaic_gpu import kda_packed_decode_mosaic_gpu as implement
+    elif chosen == "triton":
+        from kda_jax.triton_gpu import kda_packed_decode_triton as implement
     else:
         implement = reference.kda_packed_decode_xla
     *operands, indices, sources = arrays.values()

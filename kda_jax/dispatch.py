@@ -1,5 +1,6 @@
 """Which implementation runs: what each cannot do, which one "auto" takes, and explain(), which tells."""
 
+import importlib.util
 from dataclasses import dataclass
 
 import jax
@@ -9,7 +10,7 @@ from kda_contracts import PACKED_DECODE, Sizes, check
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
 KERNELS = ("mosaic_gpu", "triton")
-MOSAIC_CAPABILITY = 9.0
+LEAST_CAPABILITY = {"mosaic_gpu": 9.0, "triton": 8.0}
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,17 @@ def _obstacle(implementation, sizes, pool):
     """Why an implementation cannot run this call on any host, with the remedy, or None."""
     if implementation == "xla":
         return None
+    # Kernel backends are imported where they are needed: each takes a second to load, and Triton is an extra.
     if implementation == "triton":
-        return "this version of kda_jax has no Triton kernel; use implementation='xla' or 'auto'"
-    from kda_jax import mosaic_gpu  # imported where it is needed: a kernel backend takes a second to load
-
-    if reason := mosaic_gpu.unsupported(sizes):
+        if importlib.util.find_spec("jax_triton") is None:
+            return "jax-triton is not installed; pip install 'kda-jax[triton]', or use implementation='xla' or 'auto'"
+        try:
+            from kda_jax import triton_gpu as kernel
+        except ImportError as error:
+            return f"jax-triton cannot be imported here ({error}); it was tested with 0.3.1 on Triton 3.6"
+    else:
+        from kda_jax import mosaic_gpu as kernel
+    if reason := kernel.unsupported(sizes):
         return f"{reason}; use implementation='xla' or 'auto'"
     return _sharding_obstacle(pool)
 
@@ -149,10 +156,12 @@ def _host_obstacle(implementation):
     backend = jax.default_backend()
     if backend != "gpu":
         return f"the default backend is {backend}, not gpu"
-    if implementation == "mosaic_gpu":
-        capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
-        if not capability.replace(".", "", 1).isdigit() or float(capability) < MOSAIC_CAPABILITY:
-            return f"the device's compute capability is {capability}, and Mosaic GPU needs {MOSAIC_CAPABILITY}"
+    capability, least = (
+        str(getattr(jax.devices()[0], "compute_capability", "unknown")),
+        LEAST_CAPABILITY[implementation],
+    )
+    if not capability.replace(".", "", 1).isdigit() or float(capability) < least:
+        return f"the device's compute capability is {capability}, and this kernel needs {least}"
     return None
 
 

@@ -47,3 +47,37 @@ def _refuse_shared_ref(axis_size, mapped, ref, slots, *operands):
     if not mapped[1]:
         slots = jnp.broadcast_to(slots, (axis_size, *slots.shape))
     return slots, True
+
+
+def refuse_vmap_of_ref(ref, *operands):
+    """Raises under any vmap: for a kernel that has no batching rule, and so none for a Ref either."""
+    _no_vmap(ref, *operands)
+
+
+@jax.custom_batching.custom_vmap
+def _no_vmap(ref, *operands):
+    return operands[0]
+
+
+@_no_vmap.def_vmap
+def _refuse_vmap(axis_size, mapped, ref, *operands):
+    raise NotImplementedError(
+        "kda_jax.packed_decode: under vmap the Triton kernel takes no Ref; pass an array pool, "
+        "or use implementation='xla'"
+    )
+
+
+def loop_over_mapped(function):
+    """`function` of arrays; under vmap a loop over its elements, each with a copy of what is not mapped."""
+    looped = jax.custom_batching.custom_vmap(function)
+
+    @looped.def_vmap
+    def rule(axis_size, mapped, *operands):
+        operands = [
+            x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, is_mapped in zip(operands, mapped, strict=True)
+        ]
+        results = jax.lax.map(lambda xs: looped(*xs), operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return looped

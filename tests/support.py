@@ -1,6 +1,7 @@
 """Comparisons and ways to run, for all tests. test_support.py feeds each comparison a wrong answer."""
 
 import contextlib
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from kda_jax import oracle
 
 jax.config.update("jax_num_cpu_devices", 8)  # before the first backend starts: meshes without a GPU
 
-IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 ON_GPU = jax.default_backend() == "gpu"
+WITH_TRITON = ON_GPU and importlib.util.find_spec("jax_triton") is not None  # it has no interpreter for a CPU
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", *(("triton",) if WITH_TRITON else ()))
 STATE_LIMIT = 2e-6  # relative norm, float32 pools
 ORACLE_OPTIONS = ("scale", "use_qk_l2norm_in_kernel", "lower_bound")
 

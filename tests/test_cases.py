@@ -853,7 +853,7 @@ def test_B84_an_unmapped_ref_under_vmap(implementation):
             **x | {"ssm_state_indices": slots}, initial_state=ref, implementation=implementation
         )[0]
 
-    with pytest.raises(NotImplementedError, match="under vmap this Ref is not mapped"), running(implementation):
+    with pytest.raises(NotImplementedError, match="under vmap"), running(implementation):
         jax.vmap(step)(jnp.array([[0, 1, 2], [3, 4, 5]]))
 
 
@@ -885,7 +885,8 @@ def test_B87_export_for_cuda_and_back(implementation):
     call = make_call(SHAPES["k32_v16"], dtype="float32")
     x = on_device(call.operands)
     step = jax.jit(lambda x: kda_jax.packed_decode(**x, implementation=implementation))
-    checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    targets = ("mosaic_gpu_v2", "triton_kernel_call")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
     exported = jax.export.export(step, platforms=("cuda",), disabled_checks=checks)(x)
     back = jax.export.deserialize(exported.serialize())
     assert back.platforms == ("cuda",)

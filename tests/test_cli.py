@@ -55,7 +55,7 @@ def test_explain_prints_the_implementations(capsys):
     [
         (["demo", "--tp", "5"], "32 heads cannot be split over 5 ranks"),
         (["demo", "--batch", "0"], "0 is not a positive number"),
-        (["demo", "--implementation", "triton"], "has no Triton kernel"),
+        (["demo", "--implementation", "mosaic_gpu", "--checkpoint", "nowhere"], "no such file or folder"),
         (["explain", "--H", "3"], "Invalid head config"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from cases import MOSAIC_SHAPES, POOL_DTYPES, SHAPES, Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import ON_GPU, assert_meets_oracle, decode
+from support import ON_GPU, WITH_TRITON, assert_meets_oracle, decode
 
 from kda_contracts import Sizes
 from kda_jax.synthetic import random_operands
@@ -64,6 +64,16 @@ def test_xla(data, sizes, options):
 def test_mosaic_gpu(data, sizes, options):
     call = draw_call(data, sizes)
     assert_meets_oracle(call, *decode(call.operands, "mosaic_gpu", **options), **options)
+
+
+@pytest.mark.skipif(not WITH_TRITON, reason="needs a GPU and jax-triton")
+@FEW
+@given(
+    data=st.data(), sizes=st.sampled_from([SHAPES[name] for name in ("k60_v24", "k100_v7", "k64_v32")]), options=options
+)
+def test_triton(data, sizes, options):
+    call = draw_call(data, sizes)
+    assert_meets_oracle(call, *decode(call.operands, "triton", **options), **options)
 
 
 def test_the_strategies_reach_every_kind_of_row():

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 COLD_BYTES = 200e6  # live bytes that pass between two uses of the same memory: over three times the H200's L2
-MAX_LAYERS = 320
-WALL_RUNS = 7
+MAX_LAYERS = 96
+WALL_RUNS = 5
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,167 @@
+"""How fast packed_decode is: against an in-place multiply over the same bytes, in the same run.
+
+    kda-jax bench [--shapes 8x32,256x32] [--pool-dtype float32] [--output FILE]
+
+A shape is BxHV, with K = V = 128 and H = HV. For each: the answer is checked against float64 first; then the kernel's
+own time (profiler) and the time of a layer in a jitted loop (wall clock), medians both. Slots and operands are random;
+layers rotate, so that L2 is cold.
+"""
+
+import dataclasses
+import datetime
+import json
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+import kda_jax
+from kda_contracts import Sizes
+from kda_jax import oracle
+from kda_jax.synthetic import random_operands
+from kda_jax.timing import COLD_BYTES, layers_for, time_layers
+
+K = V = 128
+STATE_LIMIT = {"float32": 2e-6, "bfloat16": 2e-3, "float16": 3e-4}  # relative, with the pool's own rounding
+GRID = (
+    *("1x3", "1x12", "1x32", "1x96", "4x32", "8x4", "8x12", "8x32", "8x96", "16x32", "32x3", "32x12", "32x32"),
+    *("64x12", "64x32", "64x64", "128x12", "128x32", "128x96", "256x12", "256x32", "256x64", "512x32", "512x96"),
+)
+OPTIONS = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
+
+
+def packed_decode(implementation):
+    """The op as the timing loop calls it."""
+
+    def op(pool, inputs):
+        return kda_jax.packed_decode(**inputs, initial_state=pool, implementation=implementation, **OPTIONS)
+
+    return op
+
+
+def multiply(pool, inputs):
+    """The ceiling: every live state read once and written once, in address order, with one multiplication."""
+    return jnp.zeros(()), pool * jnp.asarray(0.999, pool.dtype)
+
+
+def check(op, HV, pool_dtype):
+    """Raises unless the op meets the oracle on three rows of this width."""
+    x = random_operands(Sizes(B=3, H=HV, HV=HV, K=K, V=V, S=5), pool_dtype=pool_dtype)
+    expected_out, expected = oracle.packed_decode(**x, **OPTIONS)
+    out, state = jax.jit(op)(x.pop("initial_state"), x)
+    for got, wanted, limit in ((out, expected_out, 4e-3), (state, expected, STATE_LIMIT[pool_dtype])):
+        error = np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
+        if not error <= limit:
+            raise SystemExit(f"wrong answer, relative error {error:.1e} > {limit:.0e}: nothing is timed")
+
+
+def layers_of(B, HV, pool_dtype, layers):
+    """(pools, inputs) of as many layers; each has its own operands and its own random slots in a larger pool."""
+    S = B + max(B // 4, 3)
+    sizes = Sizes(B=B, H=HV, HV=HV, K=K, V=V, S=1)
+    pools, inputs = [], []
+    for layer in range(layers):
+        x = random_operands(sizes, seed=layer)
+        x["ssm_state_indices"] = np.random.default_rng(layer).permutation(S)[:B].astype(np.int32)
+        del x["initial_state"]
+        inputs.append({name: jnp.asarray(array) for name, array in x.items()})
+        pools.append(jax.random.normal(jax.random.key(layer), (S, HV, V, K), jnp.dtype(pool_dtype)))
+    return pools, inputs
+
+
+def measure(B, HV, pool_dtype, implementations, ops=None) -> dict:
+    """One row of the results: the ceiling and each implementation at one shape."""
+    live_bytes = 2 * B * HV * V * K * jnp.dtype(pool_dtype).itemsize
+    layers = layers_for(live_bytes // 2)
+    steps = max(4, min(40, 400 // layers))
+    arrays = [jax.random.normal(jax.random.key(i), (B, HV, V, K), jnp.dtype(pool_dtype)) for i in range(layers)]
+    ceiling, _ = time_layers(multiply, arrays, [None] * layers, steps)
+    del arrays
+    row: dict = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes}
+    row |= {"cold": layers * live_bytes / 2 >= COLD_BYTES / 2, "ceiling": _entry(ceiling, live_bytes)}
+    ops = ops or {name: packed_decode(name) for name in implementations}
+    pools, inputs = layers_of(B, HV, pool_dtype, layers)
+    for name, op in ops.items():
+        check(op, HV, pool_dtype)
+        times, pools = time_layers(op, pools, inputs, steps)
+        row[name] = _entry(times, live_bytes) | {
+            "share_of_ceiling": ceiling.kernel_us / times.kernel_us,
+            "share_of_ceiling_layer": ceiling.layer_us / times.layer_us,
+        }
+    return row
+
+
+def _entry(times, live_bytes):
+    return dataclasses.asdict(times) | {"bytes_per_second": live_bytes / times.kernel_us * 1e6}
+
+
+def environment(commit):
+    """Where and on what: the head of every results file."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit or git.stdout.strip() or None,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "kda_jax": kda_jax.__version__,
+    }
+
+
+def compile_seconds(implementation="auto"):
+    """{layers: seconds to lower and compile one step of so many layers}, pools in a list, as Kimi-K3 has 69 of them."""
+    seconds = {}
+    for layers in (1, 69):
+        # Another batch for each: nothing is found in a cache.
+        sizes = Sizes(B=1 + layers, H=12, HV=12, K=K, V=V, S=100)
+        x = random_operands(sizes)
+        pool = jax.ShapeDtypeStruct(x.pop("initial_state").shape, jnp.float32)
+
+        def step(pools, x):
+            return [
+                kda_jax.packed_decode(**x, initial_state=pool, implementation=implementation, **OPTIONS)
+                for pool in pools
+            ]
+
+        start = time.perf_counter()
+        jax.jit(step, donate_argnums=0).lower([pool] * layers, x).compile()
+        seconds[layers] = time.perf_counter() - start
+    return seconds
+
+
+def add_arguments(parser):
+    parser.add_argument("--shapes", default=",".join(GRID), help="BxHV,... (default: the whole grid)")
+    parser.add_argument("--pool-dtype", default="float32", choices=tuple(STATE_LIMIT))
+    parser.add_argument("--implementations", default="mosaic_gpu,triton,xla", help="those that cannot run are left out")
+    parser.add_argument("--output", help="JSON file to write")
+    parser.add_argument("--commit", help="the commit, where there is no git")
+
+
+def run(options):
+    """Measures every shape, prints a row each, and writes the JSON file."""
+    if jax.default_backend() != "gpu":
+        raise ValueError("these times mean something on a GPU only, and the default backend is not one")
+    results: dict = environment(options.commit) | {"pool_dtype": options.pool_dtype, "K": K, "V": V, "rows": []}
+    x = random_operands(Sizes(B=1, H=1, HV=1, K=K, V=V, S=2), pool_dtype=options.pool_dtype)
+    reasons = kda_jax.explain(**x, implementation="xla").reasons
+    names = [name for name in options.implementations.split(",") if not (reasons[name] or "").startswith("jax-triton")]
+    results["compile_seconds"] = {name: compile_seconds(name) for name in names}
+    print(f"{results['device']}, JAX {results['jax']}, pool {options.pool_dtype}; us per call, (share of the ceiling)")
+    print(f"{'B x HV':>9} {'ceiling':>9}  " + "  ".join(f"{name:>19}" for name in names))
+    for shape in options.shapes.split(","):
+        B, HV = map(int, shape.split("x"))
+        row = measure(B, HV, options.pool_dtype, names)
+        results["rows"].append(row)
+        cells = (f"{row[name]['kernel_us']:11.2f} ({row[name]['share_of_ceiling']:.3f})" for name in names)
+        ceiling = row["ceiling"]["kernel_us"]
+        print(f"{shape:>9} {ceiling:9.2f}  " + "  ".join(f"{cell:>19}" for cell in cells), flush=True)
+        if options.output:
+            with open(options.output, "w") as file:
+                json.dump(results, file, indent=1)
+                file.write("\n")
+    for name, seconds in results["compile_seconds"].items():
+        print(f"lower and compile, {name}: 1 layer {seconds[1]:.2f} s, 69 layers {seconds[69]:.2f} s")
+    return 0

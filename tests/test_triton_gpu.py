@@ -1,0 +1,64 @@
+"""The Triton kernel without a GPU: it compiles to machine code for compute capabilities 9.0 and 8.0."""
+
+import subprocess
+import sys
+
+import pytest
+from cases import SHAPES, make_call
+from support import WITH_TRITON
+
+import kda_jax
+
+PROGRAM = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kda_jax import triton_kernel
+
+capability, K, V, pool, lower_bound = eval(sys.argv[1])
+pointers = ["*bf16"] * 3 + ["*fp32"] * 2 + ["*i32"] * 2 + ["*" + pool, "*bf16"]
+names = ["mixed_qkv", "a", "b", "A_log", "dt_bias", "slots", "sources", "pool", "out"]
+constants = dict(S=9, H=1, HV=3, K=K, V=V, BK=triton.next_power_of_2(K), BV=4, scale=0.5, lower_bound=lower_bound,
+                 use_qk_l2norm=True, has_sources=True, largest=3.4e38, epsilon=1e-6)
+for kernel, extra in ((triton_kernel.kda_packed_decode, []), (triton_kernel.kda_packed_decode_aliased, ["same_pool"])):
+    signature = dict(zip(names + extra, pointers + ["*" + pool] * len(extra)))
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
+    assert compiled.asm["cubin"], "no machine code"
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    # Offsets into the pool are 64 bits wide: the slot is widened before it is multiplied.
+    assert "mul.lo.s64" in compiled.asm["ptx"] or "mad.lo.s64" in compiled.asm["ptx"]
+print("compiled")
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (90, 128, 128, "fp32", None),
+        (90, 60, 24, "bf16", -5.0),
+        (80, 128, 128, "fp32", -5.0),
+        (80, 7, 100, "fp16", None),
+    ],
+    ids=str,
+)
+def test_compiles_without_a_gpu(case, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", PROGRAM, repr(case)], capture_output=True, text=True)
+    assert run.stdout.strip() == "compiled", run.stderr[-2000:]
+
+
+@pytest.mark.skipif(WITH_TRITON, reason="asks what is said without jax-triton or a GPU")
+def test_without_jax_triton_the_reason_is_given():
+    explained = kda_jax.explain(**make_call(SHAPES["k60_v24"]).operands)
+    assert "jax-triton" in explained.reasons["triton"]
+    with pytest.raises(NotImplementedError, match="jax-triton"):
+        kda_jax.packed_decode(**make_call(SHAPES["k60_v24"]).operands, implementation="triton")
+
+
+@pytest.mark.skipif(not WITH_TRITON, reason="needs a GPU and jax-triton")
+def test_auto_takes_triton_where_mosaic_cannot_run():
+    assert kda_jax.explain(**make_call(SHAPES["k60_v24"]).operands).implementation == "triton"
+    assert kda_jax.explain(**make_call(SHAPES["k64_v32"]).operands).implementation == "mosaic_gpu"
