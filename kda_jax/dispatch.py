@@ -1,6 +1,5 @@
 """Which implementation runs: what each cannot do, which one "auto" takes, and explain(), which tells."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import jax
@@ -114,10 +113,10 @@ def _obstacle(implementation, sizes, pool):
         return None
     # Kernel backends are imported where they are needed: each takes a second to load, and Triton is an extra.
     if implementation == "triton":
-        if importlib.util.find_spec("jax_triton") is None:
-            return "jax-triton is not installed; pip install 'kda-jax[triton]', or use implementation='xla' or 'auto'"
         try:
             from kda_jax import triton_gpu as kernel
+        except ModuleNotFoundError:
+            return "jax-triton is not installed; pip install 'kda-jax[triton]', or use implementation='xla' or 'auto'"
         except ImportError as error:
             return f"jax-triton cannot be imported here ({error}); it was tested with 0.3.1 on Triton 3.6"
     else:

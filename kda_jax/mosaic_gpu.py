@@ -151,9 +151,12 @@ def _body(
             if not sources_gmem:
                 return load(pool_gmem.at[slot, head, rows(start), :], layout)
             source = sources_gmem[0][row]
-            inside = (source >= 0) & (source < sizes.S)  # else a zero state, whatever the slot holds
-            state = load(pool_gmem.at[jnp.where(inside, source, slot), head, rows(start), :], layout)
-            return jnp.where(inside, state, jnp.zeros_like(state))
+            zeros = jnp.zeros((config.step_rows, K), pool_gmem.dtype)
+            return lax.cond(
+                (source >= 0) & (source < sizes.S),
+                lambda: load(pool_gmem.at[source, head, rows(start), :], layout),
+                lambda: plgpu.layout_cast(zeros, layout),  # outside the pool: a zero state, and nothing is read
+            )
 
         states = [load_state(start) for start in steps[:STEPS_AHEAD]]  # first: the gates below hide their latency
         f32 = jnp.float32

