@@ -28,7 +28,7 @@ from jax import lax
 from kda_contracts import Sizes
 from kda_jax import gates
 from kda_jax.slots import is_ref
-from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mapped
+from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mapped, unfused
 
 WARPS = 4
 WARP_LANES = 32
@@ -100,8 +100,10 @@ def choose_config(sizes: Sizes, pool_dtype) -> Config:
     lanes = min(WARP_LANES, power_of_two // vector)
     rows_per_pass = WARPS * WARP_LANES // lanes
     if sizes.B * sizes.HV < 256 or sizes.V % 32:
-        # H200, K = V = 128, float32, B*HV = 32: one step of 16 rows takes 3.2 us, two of 8 3.5, four of 8 4.2.
-        return Config(tile_rows=V_MULTIPLE, step_rows=V_MULTIPLE, lanes=lanes, vector=vector)
+        # Below 800 blocks all run at once, and the shortest is the fastest. H200, K = V = 128, float32, B*HV = 32: one
+        # step of 16 rows takes 3.2 us, two of 8 3.5, four of 8 4.2.
+        short = max(8, rows_per_pass) if sizes.B * sizes.HV * sizes.V <= 8 * 800 else V_MULTIPLE
+        return Config(tile_rows=short, step_rows=short, lanes=lanes, vector=vector)
     tile_rows = 32
     step_rows = min(tile_rows, rows_per_pass * max(1, STEP_BYTES // (rows_per_pass * row_bytes)))
     return Config(tile_rows=tile_rows, step_rows=step_rows, lanes=lanes, vector=vector)
@@ -234,9 +236,11 @@ def kda_packed_decode_mosaic_gpu(
     operands = inference_only((mixed_qkv, a, b, A_log, dt_bias))
     indices = (slots,) if sources is None else (slots, sources)
     if is_ref(pool):
-        ref, indices = pool, (ref_must_be_mapped(pool, slots, *indices[1:], *operands), *indices[1:])
+        indices = (ref_must_be_mapped(pool, *indices, *operands), *indices[1:])
+        state = pool[...]  # the Ref's own buffer: nothing is copied inside jit
     else:
-        ref = jax.new_ref(pool_as_mapped(inference_only(pool), *indices, *operands))
+        state = pool_as_mapped(inference_only(pool), *indices, *operands)
+    ref = jax.new_ref(unfused(state))
     body = functools.partial(
         _body, sizes=sizes, config=config, scale=scale, use_qk_l2norm=use_qk_l2norm, lower_bound=lower_bound
     )
@@ -250,4 +254,8 @@ def kda_packed_decode_mosaic_gpu(
         # else that is written.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*operands, *indices, ref)
-    return out, None if is_ref(pool) else jax.freeze(ref)
+    state = unfused(jax.freeze(ref))
+    if is_ref(pool):
+        pool[...] = state
+        return out, None
+    return out, state

@@ -97,19 +97,21 @@ def _replay(op, pools, shared):
     """(microseconds a layer, pools) of a jitted step, one input for all layers so that the host keeps ahead."""
     count = min(len(pools), REPLAY_LAYERS)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(pools, shared):
-        done = [op(pool, shared) for pool in pools]
-        return [out for out, _ in done], [pool for _, pool in done]
+    # The outputs are donated too, though nothing reads them: a captured graph is rewritten when an address changes.
+    @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+    def step(carry, shared):
+        return [op(pool, shared) for _, pool in carry]
 
-    rest, pools = pools[count:], pools[:count]
-    seconds, repeats, outs = [], 0, None
+    out = jax.eval_shape(lambda: op(pools[0], shared)[0])
+    rest = pools[count:]
+    carry = [(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out), pool) for pool in pools[:count]]
+    seconds, repeats = [], 0
     for run in range(WALL_RUNS + 2):
         # The first run compiles, the second tells how many steps make a run of about 20 ms.
         repeats = (1, 3)[run] if run < 2 else max(3, int(20e-3 / min(seconds[1:])))
         start = time.perf_counter()
         for _ in range(repeats):
-            outs, pools = step(pools, shared)
-        jax.block_until_ready(outs if jax.tree.leaves(outs) else pools)
+            carry = step(carry, shared)
+        jax.block_until_ready(carry)
         seconds.append((time.perf_counter() - start) / repeats)
-    return statistics.median(seconds[2:]) / count * 1e6, [*pools, *rest]
+    return statistics.median(seconds[2:]) / count * 1e6, [*(pool for _, pool in carry), *rest]

@@ -15,7 +15,7 @@ import jax_triton
 from kda_contracts import Sizes
 from kda_jax.gates import FLOAT32_MAX, NORM_EPS
 from kda_jax.slots import is_ref
-from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref
+from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
 from kda_jax.triton_kernel import kda_packed_decode, kda_packed_decode_aliased
 
 MAX_K = 256
@@ -128,6 +128,11 @@ def kda_packed_decode_triton(
     indices = (slots, slots if sources is None else sources)
     if is_ref(pool):
         refuse_vmap_of_ref(pool, *indices, *operands)
-        out, pool[...] = call((*operands, *indices), pool[...])  # the Ref's own buffer: nothing is copied inside jit
+        out, state = call(
+            (*operands, *indices), unfused(pool[...])
+        )  # the Ref's own buffer: nothing is copied inside jit
+        pool[...] = unfused(state)
         return out, None
-    return loop_over_mapped(lambda pool, *rest: call(rest, pool))(inference_only(pool), *operands, *indices)
+    one = loop_over_mapped(lambda pool, *rest: call(rest, pool))
+    out, state = one(unfused(inference_only(pool)), *operands, *indices)
+    return out, unfused(state)

@@ -718,10 +718,23 @@ def test_B71_a_stacked_pool_is_right_and_a_list_is_in_place(implementation):
     def stacked(states):
         return jax.lax.fori_loop(0, L, lambda i, states: states.at[i].set(layer(states[i])), states)
 
-    with running(implementation):
-        got = jax.jit(stacked, donate_argnums=0)(jnp.stack([pool * (i + 1) for i in range(L)]))
-    for i in range(L):
-        assert_near(got[i], expected[i], 1e-6)
+    def unrolled(states):
+        for i in range(L):
+            states = states.at[i].set(layer(states[i]))
+        return states
+
+    def through_refs(states):
+        for i in range(L):
+            ref = jax.new_ref(states[i])
+            layer(ref)
+            states = states.at[i].set(jax.freeze(ref))
+        return states
+
+    for steps in (stacked, unrolled, through_refs):
+        with running(implementation):
+            got = jax.jit(steps, donate_argnums=0)(jnp.stack([pool * (i + 1) for i in range(L)]))
+        for i in range(L):
+            assert_near(got[i], expected[i], 1e-6)
 
     def listed(pools):
         return [layer(pool) for pool in pools]

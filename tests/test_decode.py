@@ -343,6 +343,21 @@ def test_donated_the_pool_keeps_its_buffer(implementation, pool_dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_ref_is_not_copied(implementation):
+    sizes = MODEL_SHAPES["kimi-linear-48b-tp1-B7"]
+    x = make_call(sizes).operands
+    rest = on_device({name: x[name] for name in x if name != "initial_state"})
+    ref = jax.new_ref(jnp.zeros((400, sizes.HV, sizes.V, sizes.K)))
+    step = jax.jit(lambda ref, x: kda_jax.packed_decode(initial_state=ref, **x, implementation=implementation)[0])
+    memory = step.lower(ref, rest).compile().memory_analysis()
+    pool_bytes = 400 * sizes.HV * sizes.V * sizes.K * 4
+    rows_in_float32 = 4 * sizes.B * sizes.HV * sizes.V * sizes.K
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < (2 * rows_in_float32 if implementation == "xla" else pool_bytes / 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slots_beyond_2_to_31_elements(implementation):
     sizes = make_call(MODEL_SHAPES["kimi-linear-48b-tp1-B1"]).sizes
     sizes = sizes.__class__(**vars(sizes) | {"S": 4200})

@@ -1,0 +1,36 @@
+"""Padded and out-of-range rows around the 4 GiB edge of a pool, for a memory checker; on a machine with a GPU:
+
+compute-sanitizer --tool memcheck python tests/memcheck.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kda_jax
+from kda_contracts import Sizes
+from kda_jax.synthetic import random_operands
+
+EDGE = 2**32 // (32 * 128 * 128 * 4)  # the first slot beyond 4 GiB
+SIZES = Sizes(B=8, H=32, HV=32, K=128, V=128, S=EDGE + 3)
+
+x = {name: jnp.asarray(array) for name, array in random_operands(Sizes(**vars(SIZES) | {"S": 1})).items()}
+slots = [EDGE - 1, EDGE, EDGE + 2, EDGE + 3, -1, 2**31 - 1, -(2**31), 0]
+x["ssm_state_indices"] = jnp.array(slots, jnp.int32)
+del x["initial_state"]
+for implementation in ("mosaic_gpu", "triton"):
+    for sources in (None, jnp.array([5, -1, EDGE + 1, 0, 1, 2, 3, EDGE + 9], jnp.int32)):
+        if kda_jax.explain(**x, initial_state=jax.ShapeDtypeStruct((SIZES.S, 32, 128, 128), jnp.float32)).reasons[
+            implementation
+        ] not in (None, "mosaic_gpu comes first"):
+            continue
+        step = jax.jit(
+            lambda pool, sources, name=implementation: kda_jax.packed_decode(
+                **x, initial_state=pool, source_indices=sources, implementation=name
+            ),
+            donate_argnums=0,
+        )
+        out, pool = step(jnp.ones((SIZES.S, 32, 128, 128)), sources)
+        assert np.asarray(out).any((1, 2, 3)).nonzero()[0].tolist() == [0, 1, 2, 7]
+        assert bool((pool[1:-4] == 1).all())
+        print(implementation, "sources" if sources is not None else "no sources", "ran", flush=True)
