@@ -2,9 +2,9 @@
 
     kda-jax bench [--shapes 8x32,256x32] [--pool-dtype float32] [--output FILE]
 
-A shape is BxHV, with K = V = 128 and H = HV. Each implementation is checked against float64 first. Then, for each shape,
-the kernel's own time (profiler) and the time of a layer in a jitted step (wall clock), medians both. Slots and operands are random;
-layers rotate, so that L2 is cold.
+A shape is BxHV, with K = V = 128 and H = HV. Each implementation is checked against float64 first. Then, for each
+shape, the kernel's own time (profiler) and the time of a layer in a jitted step (wall clock), medians both. Slots and
+operands are random; layers rotate, so that L2 is cold.
 """
 
 import dataclasses
