@@ -1,6 +1,7 @@
 """The code of the documents runs, in order and in one namespace a file, and prints what the file says it prints."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,11 @@ def test_every_test_that_the_documents_name_exists():
     }
     assert named
     assert named <= defined, sorted(named - defined)
+
+
+def test_the_figures_come_from_the_results():
+    sys.path.append(str(ROOT / "benchmarks"))
+    import report
+
+    text = (ROOT / "README.md").read_text()
+    assert report.readme(text) == text, "run python benchmarks/report.py"
