@@ -6,6 +6,7 @@ import pytest
 from support import ON_GPU, WITH_TRITON
 
 from kda_jax import cli, demo
+from kda_jax.synthetic import write_layer
 
 KERNEL = "mosaic_gpu" if ON_GPU else "xla"
 
@@ -64,3 +65,27 @@ def test_wrong_arguments(capsys, arguments, message):
         cli.main(arguments)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_check_is_part_of_it(capsys, tmp_path):
+    write_layer(tmp_path, "glm-5.3")
+    assert cli.main(["check", str(tmp_path), "--tp", "8"]) == 0
+    assert "each of 8 ranks holds" in capsys.readouterr().out
+    assert cli.main(["check", str(tmp_path / "nothing")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_demo_on_a_checkpoint(capsys, tmp_path):
+    write_layer(tmp_path, "kimi-k3")
+    assert (
+        cli.main(["demo", "--checkpoint", str(tmp_path), "--tp", "48", "--batch", "2", "--steps", "2", "--json"]) == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert (result["HV"], result["gate"]) == (2, "safe, lower_bound -5.0")
+
+
+@pytest.mark.skipif(ON_GPU, reason="asks what a CPU says")
+def test_bench_wants_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--shapes", "1x3"])
+    assert "on a GPU only" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 from cases import GATES, MODEL_SHAPES, MOSAIC_SHAPES, POOL_DTYPES, SHAPES, make_call
 from support import (
     IMPLEMENTATIONS,
+    ON_GPU,
     WITH_TRITON,
     assert_meets_oracle,
     assert_near,
@@ -43,11 +44,12 @@ def test_dtypes(implementation, dtype, pool_dtype):
 
 
 @pytest.mark.parametrize("pool_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("shape", MOSAIC_SHAPES)
-def test_narrow_pools_of_every_width(shape, pool_dtype):
+@pytest.mark.parametrize(("implementation", "shape"), RUNS)
+def test_narrow_pools_of_every_shape(implementation, shape, pool_dtype):
     call = make_call(SHAPES[shape], pool_dtype=pool_dtype)
-    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
-    assert_meets_oracle(call, *decode(call.operands, "mosaic_gpu", **options), **options)
+    for gate in GATES if implementation == "xla" or ON_GPU else ("safe",):
+        options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate])
+        assert_meets_oracle(call, *decode(call.operands, implementation, **options), **options)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
