@@ -20,7 +20,7 @@ import numpy as np
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import oracle
+from kda_jax import dispatch, oracle
 from kda_jax.synthetic import random_operands
 from kda_jax.timing import COLD_BYTES, layers_for, time_layers
 
@@ -144,9 +144,12 @@ def run(options):
     if jax.default_backend() != "gpu":
         raise ValueError("these times mean something on a GPU only, and the default backend is not one")
     results: dict = environment(options.commit) | {"pool_dtype": options.pool_dtype, "K": K, "V": V, "rows": []}
-    x = random_operands(Sizes(B=1, H=1, HV=1, K=K, V=V, S=2), pool_dtype=options.pool_dtype)
-    reasons = kda_jax.explain(**x, implementation="xla").reasons
-    names = [name for name in options.implementations.split(",") if not (reasons[name] or "").startswith("jax-triton")]
+    names = options.implementations.split(",")
+    if unknown := set(names) - set(dispatch.IMPLEMENTATIONS):
+        raise ValueError(f"no such implementation: {', '.join(sorted(unknown))}")
+    sizes = Sizes(B=1, H=1, HV=1, K=K, V=V, S=2)
+    pool = jax.ShapeDtypeStruct((2, 1, V, K), options.pool_dtype)
+    names = [name for name in names if dispatch.obstacle(name, sizes, pool) is None]
     for name in names:
         check(packed_decode(name), 4, options.pool_dtype)
     results["compile_seconds"] = {name: compile_seconds(name) for name in names}

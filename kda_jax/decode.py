@@ -1,8 +1,10 @@
 """packed_decode: the public op. Contract first, then the choice of an implementation, then the call."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kda_contracts import PACKED_DECODE, check
+from kda_contracts import PACKED_DECODE, ContractError, check
 from kda_jax import dispatch, reference, slots
 
 
@@ -46,7 +48,9 @@ def packed_decode(
       dt_bias: `[HV*K]` float32, bfloat16 or float16; added to `a`. Per channel, not per head.
       initial_state: `[S, HV, V, K]` float32, bfloat16 or float16, V before K; the whole pool. With K == V no check
         can see a transposed pool.
-      ssm_state_indices: `[B]` int8 to int64; the slot of each row. It is judged before it is narrowed to int32.
+      ssm_state_indices: `[B]` int8 to int64; the slot of each row. It is judged before it is narrowed to int32; but an
+        int64 NumPy array that enters `jax.jit` or `jax.vmap` from outside is narrowed by JAX (2**32 becomes 0) before
+        anything here sees it: check it with `validate_slots`, or pass int32.
       source_indices: `[B]` int8 to int64; None reads each row's state from the slot that it is written to. Otherwise a
         row reads this slot instead (copy on write of a shared prefix), and one outside `[0, S)` starts from a zero
         state (a fresh request, whatever its slot holds). No row may read a slot that another row writes.
@@ -96,9 +100,11 @@ def packed_decode(
             source_indices=source_indices,
         )
     )
-    sizes = check(PACKED_DECODE, **arrays, scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
+    options = dict(scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
+    sizes = check(PACKED_DECODE, **arrays, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+    _refuse_what_holds_no_values(arrays)
     chosen = dispatch.choose(implementation, sizes, initial_state)
-    out_dtype = jnp.dtype(mixed_qkv.dtype if out_dtype is None else out_dtype)
+    out_dtype = jnp.dtype(arrays["mixed_qkv"].dtype if out_dtype is None else out_dtype)
     if (isinstance(sizes.B, int) and sizes.B == 0) or (isinstance(sizes.S, int) and sizes.S == 0):
         out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), out_dtype)
         return out, None if slots.is_ref(initial_state) else jnp.asarray(initial_state)
@@ -119,3 +125,19 @@ def packed_decode(
         lower_bound=None if lower_bound is None else float(lower_bound),
         out_dtype=out_dtype,
     )
+
+
+def _refuse_what_holds_no_values(arrays):
+    """Raises for what has a shape and a dtype, as the contract wants, and still is no operand."""
+    for name, x in arrays.items():
+        if x is None or isinstance(x, (jax.Array, np.ndarray)) or (name == "initial_state" and slots.is_ref(x)):
+            continue
+        if isinstance(x, jax.ShapeDtypeStruct):
+            hint = "it has a shape and no values; kda_jax.explain takes it"
+        elif slots.is_ref(x):
+            hint = "only the pool may be a jax.Ref: read the values first, with x[...]"
+        elif name == "initial_state" and hasattr(x, "ref"):
+            hint = "a view of a jax.Ref is not supported: pass the whole Ref"
+        else:
+            hint = "convert it first, e.g. with jnp.asarray or jax.dlpack.from_dlpack"
+        raise ContractError(f"kda_jax.packed_decode: `{name}` must be an array (got {type(x).__name__}): {hint}")

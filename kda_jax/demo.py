@@ -25,8 +25,9 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What the op needs of one KDA layer, all heads: A_log [HV], dt_bias [HV*K], the gate; and where it came from."""
+    """What the op needs of one KDA layer, all `heads` value heads: A_log, dt_bias, the gate; and its source."""
 
+    H: int
     heads: int
     K: int
     V: int
@@ -55,6 +56,7 @@ def read_layer(path) -> LayerWeights:
             return file.get_tensor(f"{layer.prefix}.{name}")
 
     return LayerWeights(
+        H=sizes["H"],
         heads=sizes["HV"],
         K=sizes["K"],
         V=sizes["V"],
@@ -75,7 +77,7 @@ def made_up_layer(model) -> LayerWeights:
     x = random_operands(model_sizes(model, tp=1, batch=1, slots=1))
     where = "random; the extra `checkpoint` would take them through a file"
     return LayerWeights(
-        heads, HEAD_DIMENSION, HEAD_DIMENSION, x["A_log"], x["dt_bias"], MODELS[model].lower_bound, where
+        heads, heads, HEAD_DIMENSION, HEAD_DIMENSION, x["A_log"], x["dt_bias"], MODELS[model].lower_bound, where
     )
 
 
@@ -88,10 +90,10 @@ def run(*, model="kimi-linear-48b", checkpoint=None, tp=1, batch=8, steps=16, im
     slots kept their bits.
     """
     layer = read_layer(checkpoint) if checkpoint else made_up_layer(model)
-    if layer.heads % tp:
+    if layer.heads % tp or layer.H % tp:
         raise ValueError(f"{layer.heads} heads cannot be split over {tp} ranks")
     HV, lower_bound = layer.heads // tp, layer.lower_bound
-    sizes = Sizes(B=batch, H=HV, HV=HV, K=layer.K, V=layer.V, S=2 * batch + 1)
+    sizes = Sizes(B=batch, H=layer.H // tp, HV=HV, K=layer.K, V=layer.V, S=2 * batch + 1)
     tokens = [random_operands(sizes, seed=seed + t) for t in range(steps)]
     operands = tokens[0] | {"A_log": layer.A_log[:HV], "dt_bias": layer.dt_bias[: HV * layer.K]}
     slots = operands["ssm_state_indices"]

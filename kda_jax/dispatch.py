@@ -33,7 +33,7 @@ def choose(implementation, sizes, pool) -> str:
     if implementation != "auto":
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"`implementation` must be 'auto', {_quoted(IMPLEMENTATIONS)} (got {implementation!r})")
-        if reason := _obstacle(implementation, sizes, pool):
+        if reason := obstacle(implementation, sizes, pool):
             raise NotImplementedError(
                 f"kda_jax.packed_decode: implementation={implementation!r} cannot run this call: {reason}"
             )
@@ -42,7 +42,7 @@ def choose(implementation, sizes, pool) -> str:
         if _host_obstacle(name) is None:
             if name in KERNELS and (reason := _sharding_obstacle(pool)):
                 raise NotImplementedError(f"kda_jax.packed_decode: no kernel can run this call: {reason}")
-            if _obstacle(name, sizes, pool) is None:
+            if obstacle(name, sizes, pool) is None:
                 return name
     raise AssertionError("xla runs every call that meets the contract")
 
@@ -91,23 +91,28 @@ def explain(
         ssm_state_indices=ssm_state_indices,
         source_indices=source_indices,
     )
-    sizes = check(PACKED_DECODE, **without_layout(arrays), scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
+    options = dict(scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
+    options |= dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    sizes = check(PACKED_DECODE, **without_layout(arrays), **options)
     chosen = choose(implementation, sizes, initial_state)
     reasons: dict[str, str | None] = {}
     for name in IMPLEMENTATIONS:
         if name == chosen:
             reasons[name] = None
         else:
-            reasons[name] = _obstacle(name, sizes, initial_state) or _host_obstacle(name) or f"{chosen} comes first"
+            reasons[name] = obstacle(name, sizes, initial_state) or _host_obstacle(name) or f"{chosen} comes first"
     return Explanation(chosen, reasons, sizes, _device_name())
 
 
 def without_layout(arrays):
-    """NumPy arrays made C-contiguous: how an operand lies in memory is JAX's business here, not the caller's."""
-    return {name: np.asarray(x, order="C") if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
+    """NumPy arrays made C-contiguous and of native byte order: how an operand lies in memory is JAX's business here."""
+    return {
+        name: np.asarray(x, dtype=x.dtype.newbyteorder("="), order="C") if isinstance(x, np.ndarray) else x
+        for name, x in arrays.items()
+    }
 
 
-def _obstacle(implementation, sizes, pool):
+def obstacle(implementation, sizes, pool):
     """Why an implementation cannot run this call on any host, with the remedy, or None."""
     if implementation == "xla":
         return None

@@ -3,6 +3,9 @@
 They use only what Mosaic GPU can lower on every supported JAX: no log1p, expm1, logaddexp or pow.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -54,3 +57,35 @@ def inverse_norm(sum_of_squares):
 
 def _below_infinity(x):
     return jnp.where(x > FLOAT32_MAX, FLOAT32_MAX, x)  # a NaN passes
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def differentiable_log_decay(x, A_log, lower_bound):
+    """log_decay with its exact derivative: that of the formulas above is NaN where an exponential overflows."""
+    return log_decay(x, A_log, lower_bound)
+
+
+@differentiable_log_decay.defjvp
+def _log_decay_jvp(lower_bound, primals, tangents):
+    x, A_log = primals
+    rate = _below_infinity(jnp.exp(A_log))
+    value = log_decay(x, A_log, lower_bound)
+    if lower_bound is None:
+        by_x, by_A_log = -rate * sigmoid(x), jnp.where(value < -FLOAT32_MAX, -FLOAT32_MAX, value)
+    else:
+        s = sigmoid(rate * x)
+        slope = lower_bound * s * (1.0 - s)
+        by_x, by_A_log = slope * rate, jnp.where(slope == 0.0, 0.0, slope * (rate * x))
+    return value, by_x * tangents[0] + by_A_log * tangents[1]
+
+
+@jax.custom_jvp
+def differentiable_sigmoid(x):
+    """sigmoid with its exact derivative, for the same reason."""
+    return sigmoid(x)
+
+
+@differentiable_sigmoid.defjvp
+def _sigmoid_jvp(primals, tangents):
+    s = sigmoid(primals[0])
+    return s, s * (1.0 - s) * tangents[0]

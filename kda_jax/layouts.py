@@ -1,11 +1,13 @@
 """Other layouts at the edge: separate or interleaved q, k, v, and pools with K before V."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from kda_contracts import ContractError
 
 
-def pack_qkv(q, k=None, v=None, *, H=None, K=None, V=None):
+def pack_qkv(q, k: Any = None, v: Any = None, *, H=None, K=None, V=None):
     """The flat row that `packed_decode` takes: q of all heads, then k of all heads, then v of all value heads.
 
     Args:
@@ -16,10 +18,10 @@ def pack_qkv(q, k=None, v=None, *, H=None, K=None, V=None):
       H, K, V: key heads and head dimensions; needed for an interleaved row only.
 
     Returns:
-      `[B, 2*H*K+HV*V]`, in the dtype of q.
+      `[B, 2*H*K+HV*V]`, same dtype.
 
     Raises:
-      ContractError: the shapes do not fit together.
+      ContractError: the shapes or dtypes do not fit together.
 
     >>> import jax.numpy as jnp
     >>> q, k, v = jnp.array([[[1, 2], [3, 4]]]), jnp.array([[[5, 6], [7, 8]]]), jnp.array([[[9], [10]]])
@@ -30,12 +32,16 @@ def pack_qkv(q, k=None, v=None, *, H=None, K=None, V=None):
     """
     if k is None and v is None:
         q, k, v = _deinterleave(q, H, K, V)
-    if q.ndim != 3 or v is None or v.ndim != 3 or k is None or k.shape != q.shape or v.shape[0] != q.shape[0]:
-        shapes = ", ".join(str(getattr(x, "shape", None)) for x in (q, k, v))
-        raise ContractError(f"kda_jax.pack_qkv: q and k must be [B, H, K] and v [B, HV, V] (got {shapes})")
-    if v.shape[1] == 0 or q.shape[1] == 0 or v.shape[1] % q.shape[1]:
-        raise ContractError(f"kda_jax.pack_qkv: v's {v.shape[1]} heads must be a multiple of q's and k's {q.shape[1]}")
-    return jnp.concatenate([x.reshape(x.shape[0], -1) for x in (q, k.astype(q.dtype), v.astype(q.dtype))], axis=1)
+    shapes = [tuple(getattr(x, "shape", ())) for x in (q, k, v)]
+    q_shape, k_shape, v_shape = shapes
+    if len(q_shape) != 3 or k_shape != q_shape or len(v_shape) != 3 or v_shape[0] != q_shape[0]:
+        shown = ", ".join(map(str, shapes))
+        raise ContractError(f"kda_jax.pack_qkv: q and k must be [B, H, K] and v [B, HV, V] (got {shown})")
+    if q_shape[1] == 0 or v_shape[1] == 0 or v_shape[1] % q_shape[1]:
+        raise ContractError(f"kda_jax.pack_qkv: v's {v_shape[1]} heads must be a multiple of q's and k's {q_shape[1]}")
+    if len({str(x.dtype) for x in (q, k, v)}) > 1:
+        raise ContractError(f"kda_jax.pack_qkv: q, k and v must share a dtype (got {q.dtype}, {k.dtype}, {v.dtype})")
+    return jnp.concatenate([x.reshape(x.shape[0], x.shape[1] * x.shape[2]) for x in (q, k, v)], axis=1)
 
 
 def state_from_kv(pool):
@@ -83,11 +89,13 @@ def state_to_kv(pool):
 def _deinterleave(row, H, K, V):
     if None in (H, K, V):
         raise ContractError("kda_jax.pack_qkv: an interleaved row needs H, K and V: its shape does not tell them")
-    group = row.shape[-1] // H if H else 0
-    if row.ndim != 2 or group * H != row.shape[-1] or group <= 2 * K or (group - 2 * K) % V:
+    shape = getattr(row, "shape", None)
+    fits = shape is not None and len(shape) == 2 and min(H, K, V) > 0 and shape[1] % H == 0
+    if not fits or shape[1] // H <= 2 * K or (shape[1] // H - 2 * K) % V:
         raise ContractError(
-            f"kda_jax.pack_qkv: an interleaved row must be [B, H*(2*K+G*V)] with H={H}, K={K}, V={V} (got {row.shape})"
+            f"kda_jax.pack_qkv: an interleaved row must be [B, H*(2*K+G*V)] with H={H}, K={K}, V={V} (got {shape})"
         )
-    heads = row.reshape(row.shape[0], H, group)
-    v = heads[:, :, 2 * K :].reshape(row.shape[0], -1, V)
+    group = shape[1] // H
+    heads = row.reshape(shape[0], H, group)
+    v = heads[:, :, 2 * K :].reshape(shape[0], H * (group - 2 * K) // V, V)
     return heads[:, :, :K], heads[:, :, K : 2 * K], v

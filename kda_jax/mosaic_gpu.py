@@ -27,6 +27,7 @@ from jax import lax
 
 from kda_contracts import Sizes
 from kda_jax import gates
+from kda_jax.invariants import assert_operands
 from kda_jax.slots import is_ref
 from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mapped, unfused
 
@@ -85,7 +86,7 @@ def unsupported(sizes: Sizes) -> str | None:
             return f"{letter} is symbolic, and a kernel's grid needs a number"
     if sizes.K % 32 or sizes.K > MAX_K:
         return f"K={sizes.K} is not a multiple of 32 up to {MAX_K}"
-    if sizes.V % V_MULTIPLE:
+    if sizes.V == 0 or sizes.V % V_MULTIPLE:
         return f"V={sizes.V} is not a multiple of {V_MULTIPLE}"
     if sizes.B * sizes.HV * sizes.V // V_MULTIPLE > MAX_GRID:
         return f"B={sizes.B}, HV={sizes.HV}, V={sizes.V} exceed the {MAX_GRID} blocks of a grid"
@@ -224,11 +225,8 @@ def kda_packed_decode_mosaic_gpu(
     config: Config | None = None,
 ):
     """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    B, H, HV, K, V, S = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V, sizes.S
-    chex.assert_shape([mixed_qkv, a, b], [(B, 2 * H * K + HV * V), (B, HV * K), (B, HV)])
-    chex.assert_shape([A_log, dt_bias, slots], [(HV,), (HV * K,), (B,)])
-    chex.assert_shape(pool, (S, HV, V, K))
-    chex.assert_type(slots, jnp.int32)
+    B, HV, K, V = sizes.B, sizes.HV, sizes.K, sizes.V
+    assert_operands(sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
     config = config or choose_config(sizes, pool.dtype)
     chex.assert_is_divisible(V, config.tile_rows)
     chex.assert_is_divisible(K, config.lanes * config.vector)

@@ -2,12 +2,12 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from kda_contracts import Sizes
 from kda_jax import gates
+from kda_jax.invariants import assert_operands
 from kda_jax.slots import is_ref
 from kda_jax.transforms import ref_must_be_mapped
 
@@ -51,13 +51,17 @@ def kda_packed_decode_xla(
 ):
     """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
     B, H, HV, K, V, S = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V, sizes.S
-    chex.assert_rank([mixed_qkv, a, b, A_log, dt_bias, slots], [2, 2, 2, 1, 1, 1])
-    chex.assert_shape(pool, (S, HV, V, K))
-    chex.assert_type(slots, jnp.int32)
+    assert_operands(sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
     state = pool[...] if is_ref(pool) else pool  # of a Ref, its own buffer: nothing is copied inside jit
 
     if is_ref(pool):
-        slots = ref_must_be_mapped(pool, slots, mixed_qkv, a, b, A_log, dt_bias)
+        slots = ref_must_be_mapped(
+            pool, slots, mixed_qkv, a, b, A_log, dt_bias, *(() if sources is None else (sources,))
+        )
+
+    # A padded row may hold anything: as zeros it disturbs no derivative either.
+    live = (slots >= 0) & (slots < S)
+    mixed_qkv, a, b = (jnp.where(live[:, None], x, jnp.zeros((), x.dtype)) for x in (mixed_qkv, a, b))
 
     f32 = jnp.float32
     qk, v = jnp.split(mixed_qkv.astype(f32), [2 * H * K], axis=1)
@@ -66,10 +70,9 @@ def kda_packed_decode_xla(
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
     q, k = (jnp.repeat(x, HV // H, axis=1) for x in (q * f32(scale), k))
     x = a.astype(f32).reshape(B, HV, K) + dt_bias.astype(f32).reshape(1, HV, K)
-    log_decay = gates.log_decay(x, A_log.astype(f32).reshape(1, HV, 1), lower_bound)
-    beta = gates.sigmoid(b.astype(f32))
+    log_decay = gates.differentiable_log_decay(x, A_log.astype(f32).reshape(1, HV, 1), lower_bound)
+    beta = gates.differentiable_sigmoid(b.astype(f32))
 
-    live = (slots >= 0) & (slots < S)
     slots = jnp.where(live, slots, S)  # out of range on the high side: a negative index would wrap
     sources = slots if sources is None else jnp.where((sources >= 0) & (sources < S), sources, S)
     before = state.at[sources].get(mode="fill", fill_value=0).astype(f32)  # outside the pool: a zero state

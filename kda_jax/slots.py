@@ -67,15 +67,15 @@ def pad_slots(indices, B):
       `[B]`, of the same library and dtype (int32 for a list).
 
     Raises:
-      ContractError: there are more than B rows.
+      ContractError: there are more than B rows, or the indices are not `[n]` signed integers.
 
     >>> pad_slots([4, 2, 0], 5)
     array([ 4,  2,  0, -1, -1], dtype=int32)
     """
-    library = jnp if isinstance(indices, jax.Array) else np
-    indices = library.asarray(indices, dtype=getattr(indices, "dtype", np.int32))
-    if indices.ndim != 1 or indices.shape[0] > B:
+    indices = _signed("pad_slots", indices)
+    if indices.shape[0] > B:
         raise ContractError(f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {indices.shape})")
+    library = jnp if isinstance(indices, jax.Array) else np
     return library.pad(indices, (0, B - indices.shape[0]), constant_values=-1)
 
 
@@ -93,19 +93,18 @@ def clear_slots(pool, indices):
       As `packed_decode`: in place when donated inside `jit` or passed as a Ref, else on a copy.
 
     Raises:
-      ContractError: the indices are not `[n]` signed integers.
+      ContractError: the indices are not `[n]` signed integers, or the pool is not one array.
 
     >>> import jax.numpy as jnp
     >>> clear_slots(jnp.ones((3, 2)), jnp.array([1, -1])).tolist()
     [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
     """
-    if not hasattr(indices, "dtype"):
-        indices = np.asarray(indices, np.int32 if not len(indices) else None)
-    if indices.ndim != 1 or np.dtype(indices.dtype).kind != "i":
+    if not getattr(pool, "shape", ()) or not hasattr(pool, "dtype"):
         raise ContractError(
-            f"kda_jax.clear_slots: indices must be [n] signed integers (got {indices.shape} {indices.dtype})"
+            f"kda_jax.clear_slots: the pool must be one array led by S (got {type(pool).__name__}); "
+            "layers' pools in a list are cleared one by one"
         )
-    return _clear(pool, as_int32(indices))
+    return _clear(pool, as_int32(_signed("clear_slots", indices)))
 
 
 @jax.jit
@@ -118,6 +117,20 @@ def _clear(pool, slots):
         pool[...] = state
         return None
     return state
+
+
+def _signed(name, indices):
+    """`[n]` signed integers as an array, or a ContractError; a list becomes int32, or int64 where it must."""
+    if not hasattr(indices, "dtype"):
+        listed = np.asarray(indices)
+        indices = np.asarray(indices, np.int32) if listed.size == 0 or np.abs(listed).max() < 2**31 else listed
+        if listed.size and listed.dtype.kind != "i":
+            indices = listed
+    if indices.ndim != 1 or np.dtype(indices.dtype).kind != "i":
+        raise ContractError(
+            f"kda_jax.{name}: indices must be [n] signed integers (got {indices.shape} {indices.dtype})"
+        )
+    return indices
 
 
 def _integers(indices):

@@ -7,13 +7,12 @@ import functools
 import inspect
 from dataclasses import dataclass
 
-import chex
 import jax
-import jax.numpy as jnp
 import jax_triton
 
 from kda_contracts import Sizes
 from kda_jax.gates import FLOAT32_MAX, NORM_EPS
+from kda_jax.invariants import assert_operands
 from kda_jax.slots import is_ref
 from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
 from kda_jax.triton_kernel import kda_packed_decode, kda_packed_decode_aliased
@@ -41,6 +40,8 @@ def unsupported(sizes: Sizes) -> str | None:
     for letter in ("B", "H", "HV", "K", "V", "S"):
         if not isinstance(getattr(sizes, letter), int):
             return f"{letter} is symbolic, and a kernel's grid needs a number"
+    if sizes.V == 0:
+        return "V=0"
     if sizes.K > MAX_K:
         return f"K={sizes.K} is above {MAX_K}"
     if sizes.B * sizes.HV * sizes.V > MAX_GRID:
@@ -100,10 +101,7 @@ def kda_packed_decode_triton(
 ):
     """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
     B, H, HV, K, V, S = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V, sizes.S
-    chex.assert_shape([mixed_qkv, a, b], [(B, 2 * H * K + HV * V), (B, HV * K), (B, HV)])
-    chex.assert_shape([A_log, dt_bias, slots], [(HV,), (HV * K,), (B,)])
-    chex.assert_shape(pool, (S, HV, V, K))
-    chex.assert_type(slots, jnp.int32)
+    assert_operands(sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
     config = config or choose_config(sizes)
     call = functools.partial(
         _call,

@@ -275,10 +275,13 @@ def test_B20_a_cleared_or_fresh_slot_equals_a_zero_state(implementation):
 
 @each_implementation
 def test_B23_duplicates_harm_their_own_slot_only(implementation):
-    x = base((3, 3), V=128)
+    x = base((3, 3, 5), V=128)
+    expected = oracle.packed_decode(**x)
     for _ in range(3):
-        _, state = decode(x, implementation)
-        untouched(x["initial_state"], state, [3])
+        out, state = decode(x, implementation)
+        untouched(x["initial_state"], state, [3, 5])
+        assert_near(np.asarray(state)[5], expected[1][5], 2e-6)
+        assert_near(np.asarray(out, np.float64)[2], expected[0][2], 5e-3)
     with pytest.raises(ContractError, match="row 1 has slot 3, as row 0 has"):
         kda_jax.validate_slots([3, 3], 6)
     kda_jax.validate_slots([-1, -1], 6)

@@ -139,11 +139,6 @@ WRONG = {
         "expected [HV*K] = (4096,), got (32,) float32; 32 is HV: this looks like one bias per head; "
         "repeat each K=128 times, e.g. jnp.repeat(dt_bias, 128)",
     ),
-    "bias unflattened": (
-        kimi(dt_bias=(32, 128)),
-        f"{PREFIX}.dt_bias` must be (4096,).",
-        "expected [HV*K] = (4096,), got (32, 128) float32; the same elements in another shape: reshape(4096,)",
-    ),
     "one rank's bias": (
         kimi(dt_bias=(1024,)),
         f"{PREFIX}.dt_bias` must have 4096 elements (got 1024).",
@@ -180,7 +175,7 @@ WRONG = {
     ),
     "quantized": (
         kimi(v_proj__weight=("F8_E4M3", (4096, 2304))),
-        f"{PREFIX}.v_proj.weight` must be bfloat16, float16 or float32 (got F8_E4M3).",
+        f"{PREFIX}.v_proj.weight` must be float32, bfloat16 or float16 (got F8_E4M3).",
         "quantized or integer weights have to be expanded to a float dtype first",
     ),
     "missing": (
@@ -228,6 +223,61 @@ def test_a_wrong_checkpoint(tmp_path, capsys, case):
     assert f"  {message}" in lines
     if cure:
         assert lines[lines.index(f"  {message}") + 1] == f"      {cure}"
+
+
+def test_what_a_normalizer_mends_is_a_note(tmp_path):
+    report = check_checkpoint(write_single(tmp_path, *kimi(dt_bias=(32, 128), A_log=(4, 8))))
+    assert report.ok
+    assert report.layers[0].notes == (
+        "A_log is (4, 8): normalize_A_log gives (32,)",
+        "dt_bias is (32, 128): normalize_dt_bias gives (4096,)",
+    )
+    assert demo.read_layer(tmp_path).dt_bias.shape == (4096,)
+
+
+@pytest.mark.parametrize("bound", ["-5.0", 5, 0, True, float("-inf")])
+def test_a_gate_that_is_none(tmp_path, capsys, bound):
+    entries, _ = kimi()
+    write_single(tmp_path, entries, config_of(KIMI, [1], [2], gate_lower_bound=1))
+    text = (
+        (tmp_path / "config.json")
+        .read_text()
+        .replace('"gate_lower_bound": 1', f'"gate_lower_bound": {json.dumps(bound)}')
+    )
+    (tmp_path / "config.json").write_text(text.replace("-Infinity", "-1e999"))
+    assert main(["check", str(tmp_path)]) == 1
+    assert "lower bound in config.json must be null or a finite number below 0" in capsys.readouterr().out
+    assert main(["check", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["lower_bound"] is None
+
+
+def test_layers_are_numbered_as_they_are_found(tmp_path):
+    layer = layer_of(LOW_RANK, KIMI, "model.layers.5.self_attn")
+    for listed in ([5], [6]):
+        assert check_checkpoint(write_single(tmp_path, layer, config_of(KIMI, listed))).ok
+
+
+def test_the_heads_that_cannot_be_split_are_named(tmp_path):
+    sizes = {"H": 4, "HV": 8, "K": 64, "V": 64, "D": 100, "W": 4}
+    config = {"model_type": "kda", "hidden_size": 100, "num_heads": 4, "num_v_heads": 8, "head_dim": 64, "conv_size": 4}
+    report = check_checkpoint(write_single(tmp_path, layer_of(FLA, sizes, "model.layers.0.attn"), config), tp=8)
+    assert [fault.message for fault in report.faults] == ["4 key and 8 value heads cannot be split over 8 ranks"]
+
+
+def test_names_from_files_steer_nothing(tmp_path, capsys):
+    entries, config = kimi(**{"evil\x1b[2J\n\ud800__weight": ("BF16", (8,))})
+    write_single(tmp_path, entries, config)
+    assert main(["check", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "is no tensor of such a KDA layer" in out
+    assert "\x1b" not in out
+    assert out.isascii()
+    with pytest.raises(BadFileError, match="File name too long"):
+        check_checkpoint(tmp_path / ("x" * 300))
+    config = {"model_type": "kda", "hidden_size": 1, "num_heads": 1, "head_dim": 64, "conv_size": 4, "expand_v": 1e308}
+    write_single(tmp_path, entries, config)
+    with pytest.raises(BadFileError, match="no usable number for V"):
+        check_checkpoint(tmp_path)
 
 
 def test_every_fault_is_reported_and_ranks_must_divide(tmp_path, capsys):

@@ -5,7 +5,7 @@ import pytest
 from cases import MOSAIC_SHAPES, POOL_DTYPES, SHAPES, Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import ON_GPU, WITH_TRITON, assert_meets_oracle, decode
+from support import IMPLEMENTATIONS, ON_GPU, WITH_TRITON, assert_meets_oracle, decode
 
 from kda_contracts import Sizes
 from kda_jax.synthetic import random_operands
@@ -92,7 +92,7 @@ def test_the_strategies_reach_every_kind_of_row():
     assert kinds == {"live", "low", "high"}
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "initial_state"])
 def test_poison_stays_in_its_row_and_head(implementation, name, poison):

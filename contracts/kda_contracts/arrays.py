@@ -1,6 +1,7 @@
 """What an array says of itself, whatever library it comes from: NumPy, JAX, torch, a tracer, a ShapeDtypeStruct."""
 
 import math
+import operator
 from dataclasses import dataclass
 
 
@@ -38,7 +39,7 @@ def is_array(x):
 
 def facts(x):
     """ArrayFacts of an array-like (anything with `.shape` and `.dtype`)."""
-    return ArrayFacts(tuple(x.shape), dtype_name(x.dtype), _strides(x), _device(x))
+    return ArrayFacts(tuple(map(_dimension, x.shape)), dtype_name(x.dtype), _strides(x), _device(x))
 
 
 def dtype_name(dtype):
@@ -62,7 +63,9 @@ def shape_text(shape):
 
 
 def last_axis_contiguous(array):
-    return array.strides is None or not array.shape or array.shape[-1] <= 1 or array.strides[-1] == 1
+    if array.strides is None or not array.shape or 0 in array.shape:
+        return True
+    return array.shape[-1] == 1 or array.strides[-1] == 1
 
 
 def compact(array, axes):
@@ -75,6 +78,13 @@ def compact(array, axes):
             return False
         step *= dimension
     return True
+
+
+def _dimension(dimension):
+    try:
+        return operator.index(dimension)  # a NumPy integer becomes a plain one
+    except TypeError:
+        return dimension  # symbolic
 
 
 def _strides(x):

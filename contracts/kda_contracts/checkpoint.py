@@ -4,14 +4,18 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeGuard
 
 from kda_contracts import remedy
 from kda_contracts.arrays import ArrayFacts, shape_text
 from kda_contracts.kda import CHECKPOINT
+from kda_contracts.normalize import padded
 from kda_contracts.safetensors_header import BadFileError, read_header, read_json
 from kda_contracts.spec import Tensor
 
-LAYER = re.compile(r"(?P<prefix>(?:.*\.)?layers\.(?P<index>\d{1,6})\.(?:self_attn|attn|linear_attn))\.(?P<tensor>.+)")
+LAYER = re.compile(
+    r"(?P<prefix>(?:.*\.)?layers\.(?P<index>\d{1,6})\.(?:self_attn|attn|linear_attn))\.(?P<tensor>.+)", re.S
+)
 KDA_ONLY = frozenset({"A_log", "dt_bias"})  # what no full-attention layer has
 CONFIG_BYTES = 10_000_000
 INDEX = "model.safetensors.index.json"
@@ -69,15 +73,19 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
       BadFileError: a file that cannot be judged, in one line.
     """
     path = Path(path)
-    if not path.exists():
-        raise BadFileError(path, "no such file or folder")
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        reason = "no such file or folder" if isinstance(error, FileNotFoundError) else str(error)
+        raise BadFileError(path, reason) from None
     folder = path if path.is_dir() else path.parent
     config = read_json(_inside(folder, "config.json"), CONFIG_BYTES)
-    sizes, lower_bound, declared = _geometry(folder / "config.json", config)
+    sizes, lower_bound, listed = _geometry(folder / "config.json", config)
     found: dict[int, dict[str, dict[str, ArrayFacts]]] = {}
     for name, (_, array) in find_tensors(path).items():
         if match := LAYER.fullmatch(name):
             found.setdefault(int(match["index"]), {}).setdefault(match["prefix"], {})[match["tensor"]] = array
+    declared = _declared(listed, {index for index, x in found.items() if any(KDA_ONLY & y.keys() for y in x.values())})
     layers = []
     for index in sorted(found.keys() | declared.get("kda", frozenset())):
         by_prefix = found.get(index, {})
@@ -87,15 +95,24 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
         for prefix, tensors in kda.items():
             layers.append(_judge_layer(index, prefix, tensors, sizes, declared))
     faults = [] if layers else [Fault("", "no KDA layer was found: no tensor is called A_log or dt_bias")]
+    bound = lower_bound if _is_lower_bound(lower_bound) else None
+    if lower_bound is not None and bound is None:
+        message = (
+            f"the gate's lower bound in config.json must be null or a finite number below 0 (got {lower_bound!r:.40})"
+        )
+        faults.append(Fault("", message))
     if tp < 1 or sizes["H"] % tp or sizes["HV"] % tp:
         counts = [n for n in range(1, sizes["H"] + 1) if sizes["H"] % n == 0 and sizes["HV"] % n == 0]
         ways = ", ".join(map(str, counts))
-        faults.append(Fault("", f"{sizes['HV']} heads cannot be split over {tp} ranks", f"it can be {ways}"))
+        heads = (
+            f"{sizes['HV']} heads" if sizes["H"] == sizes["HV"] else f"{sizes['H']} key and {sizes['HV']} value heads"
+        )
+        faults.append(Fault("", f"{heads} cannot be split over {tp} ranks", f"it can be {ways}"))
         rank = {}
     else:
         told = next((x for x in CHECKPOINT for layer in layers if x.name == layer.layout), None)
         rank = {tensor.name: _rank_shape(tensor, sizes, tp) for tensor in told.tensors} if told else {}
-    return CheckpointReport(str(path), sizes, lower_bound, tp, tuple(layers), tuple(faults), rank)
+    return CheckpointReport(str(path), sizes, bound, tp, tuple(layers), tuple(faults), rank)
 
 
 def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
@@ -103,7 +120,10 @@ def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
     path = Path(path)
     if not path.is_dir():
         return _of_file(path)
-    files = sorted(x.name for x in path.iterdir() if x.name.endswith(".safetensors"))
+    try:
+        files = sorted(x.name for x in path.iterdir() if x.name.endswith(".safetensors"))
+    except OSError as error:
+        raise BadFileError(path, error.strerror or str(error)) from None
     if not (path / INDEX).exists():
         if len(files) == 1:
             return _of_file(_inside(path, files[0]))
@@ -114,7 +134,7 @@ def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
     headers = {file: _of_file(_inside(path, file)) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise BadFileError(path / INDEX, f"{name[:80]!r} is said to be in {file}, which does not hold it")
+            raise BadFileError(path / INDEX, f"{name[:80]!a} is said to be in {file}, which does not hold it")
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
@@ -135,40 +155,48 @@ def _inside(folder, name):
     return path
 
 
-def _geometry(path, config) -> tuple[dict, float | None, dict]:
-    """(sizes by letter, lower_bound, {"kda": layers, "full": layers} by number in the names) of a config.json."""
+def _geometry(path, config) -> tuple[dict, object, dict]:
+    """(sizes by letter, lower_bound as it stands there, {"kda": layers, "full": layers} likewise) of a config.json."""
     config = config.get("text_config", config)
     linear = config.get("linear_attn_config") if isinstance(config, dict) else None
     if isinstance(linear, dict):
         names = {"H": "num_heads", "K": "head_dim", "W": "short_conv_kernel_size"}
         sizes: dict = {letter: linear.get(name) for letter, name in names.items()}
         sizes |= {"HV": sizes["H"], "V": sizes["K"], "D": config.get("hidden_size")}
-        declared = _declared(linear)
+        lists = {"kda": linear.get("kda_layers"), "full": linear.get("full_attn_layers")}
+        listed = {
+            kind: {x for x in layers if type(x) is int} for kind, layers in lists.items() if isinstance(layers, list)
+        }
         lower_bound = linear.get("gate_lower_bound", linear.get("lower_bound", config.get("gate_lower_bound")))
     elif isinstance(config, dict) and config.get("model_type") == "kda":
         names = {"H": "num_heads", "K": "head_dim", "W": "conv_size", "D": "hidden_size"}
         sizes = {letter: config.get(name) for letter, name in names.items()}
         expand = config.get("expand_v", 1)
-        whole = isinstance(sizes["K"], int) and isinstance(expand, (int, float)) and math.isfinite(expand)
+        whole = type(sizes["K"]) is int and type(expand) in (int, float) and 0 < expand < 2**31 and sizes["K"] < 2**31
         sizes |= {"HV": config.get("num_v_heads") or sizes["H"], "V": int(sizes["K"] * expand) if whole else None}
-        declared, lower_bound = {}, config.get("lower_bound")
+        listed, lower_bound = {}, config.get("lower_bound")
     else:
         raise BadFileError(path, "no linear_attn_config: this is no KDA model's config")
     if wrong := [letter for letter, size in sizes.items() if type(size) is not int or not 0 < size < 2**31]:
         raise BadFileError(path, f"no usable number for {', '.join(wrong)} (num_heads, head_dim, hidden_size, ...)")
-    return sizes, lower_bound if isinstance(lower_bound, (int, float)) else None, declared
+    return sizes, lower_bound, listed
 
 
-def _declared(linear):
-    """The layers that the config calls KDA and full attention, by number in the names: it may count them from 1."""
-    lists = {"kda": linear.get("kda_layers"), "full": linear.get("full_attn_layers")}
-    numbers = {
-        kind: {x for x in layers if type(x) is int} for kind, layers in lists.items() if isinstance(layers, list)
-    }
-    if not numbers.get("kda"):
+def _is_lower_bound(x) -> TypeGuard[float]:
+    return type(x) in (int, float) and math.isfinite(x) and x < 0
+
+
+def _declared(listed, found):
+    """The layers that the config calls KDA and full attention, by number in the names.
+
+    A config counts from 0 or from 1 and does not say so: what fits the layers that were found decides, then 1 where no
+    layer is called 0.
+    """
+    if not listed.get("kda"):
         return {}
-    first = min(set().union(*numbers.values()))
-    return {kind: frozenset(x - first for x in layers) for kind, layers in numbers.items()}
+    lowest = min(set().union(*listed.values()))
+    first = max((0, 1), key=lambda first: (len({x - first for x in listed["kda"]} & found), first == min(lowest, 1)))
+    return {kind: frozenset(x - first for x in layers) for kind, layers in listed.items()}
 
 
 def _missing_layer(index, by_prefix):
@@ -205,11 +233,12 @@ def _judge_layer(index, prefix, tensors, sizes, declared):
 
 def _judge_tensor(prefix, tensor: Tensor, array: ArrayFacts, sizes, notes):
     wanted = tensor.shape(sizes)
-    if tensor.name == "A_log" and _normalizable_A_log(array.shape, sizes["HV"], sizes["K"]):
-        if array.shape != wanted:
-            tail = array.size - sizes["HV"]
-            padded = f", its tail of {tail} is judged when it is loaded" if tail else ""
-            notes.append(f"A_log is {shape_text(array.shape)}: normalize_A_log gives ({sizes['HV']},){padded}")
+    if tensor.name in KDA_ONLY and array.shape != wanted and _normalizable(tensor.name, array, sizes):
+        tail = array.size - math.prod(wanted)
+        padding = f", its tail of {tail} is judged when it is loaded" if tail else ""
+        notes.append(
+            f"{tensor.name} is {shape_text(array.shape)}: normalize_{tensor.name} gives {shape_text(wanted)}{padding}"
+        )
     elif array.shape != wanted:
         flat = ("*" in tensor.axes and " " not in tensor.axes) or tensor.name == "A_log"
         elements = f"must have {math.prod(wanted)} elements (got {array.size})"
@@ -225,9 +254,11 @@ def _judge_tensor(prefix, tensor: Tensor, array: ArrayFacts, sizes, notes):
     return None
 
 
-def _normalizable_A_log(shape, HV, K):
-    size = math.prod(shape)
-    return (size == HV and max(shape, default=0) == HV) or (len(shape) == 1 and HV < size < HV * K)
+def _normalizable(name, array, sizes):
+    """Whether the normalizer would take it; but values are not read, so one rate per channel is no padding."""
+    if array.size == math.prod((sizes["HV"], sizes["K"]) if name == "dt_bias" else (sizes["HV"],)):
+        return True
+    return name == "A_log" and padded(array, sizes["HV"]) and array.size != sizes["HV"] * sizes["K"]
 
 
 def _expected(tensor, sizes):

@@ -1,7 +1,7 @@
 """check(): judges what a caller passes against a contract, and reports every violation at once."""
 
 import math
-import operator
+import struct
 from dataclasses import dataclass
 
 from kda_contracts import remedy
@@ -244,21 +244,47 @@ def _breaks(kind, argument, entry, arrays, sizes):
 
 def _judge_option(kind, option, value):
     """(what is allowed, what came, remedy lines) where an option breaks a rule of this kind, else None."""
+    shown = f"{type(value).__name__} {value!r:.60}"
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
     if kind == "dtype":
-        name = dtype_name(value)
+        name = shown if is_array and not isinstance(value, type) else dtype_name(value)
         return None if name in option.dtypes else (_one_of(option.dtypes), name, ())
-    allowed = f"a finite number {'above' if option.kind == 'positive' else 'below'} 0"
-    if isinstance(value, (str, bool, bytes)) or getattr(value, "shape", ()) != ():
-        return allowed, f"{type(value).__name__} {value!r}", ()
+    allowed = {
+        "flag": "True or False",
+        "positive": "a finite number above 0",
+        "negative": "a finite number below 0",
+    }[option.kind]
+    if is_array and value.shape != ():
+        return allowed, shown, ()
+    is_bool = isinstance(value, bool) or (is_array and dtype_name(value.dtype) == "bool")
+    if is_bool != (option.kind == "flag") or isinstance(value, (str, bytes)):
+        return allowed, shown, ()
     try:
         number = float(value)
     except TypeError as error:
+        if not is_array:
+            return allowed, shown, ()
         raise TypeError(
-            f"`{option.name}` must be static, a number known while tracing (got {type(value).__name__}); "
+            f"`{option.name}` must be static, known while tracing (got {type(value).__name__}); "
             f"close over it or mark it with static_argnames"
         ) from error
-    right_sign = operator.gt(number, 0) if option.kind == "positive" else operator.lt(number, 0)
-    return None if math.isfinite(number) and right_sign else (allowed, number, remedy.for_option(option.name, number))
+    except (OverflowError, ValueError):
+        return allowed, shown, ()
+    if option.kind == "flag":
+        return None
+    held = _as_float32(number)
+    if math.isfinite(held) and (held > 0 if option.kind == "positive" else held < 0):
+        return None
+    if held != number and math.isfinite(number):
+        return allowed, number, (f"in float32 it is {held}",)
+    return allowed, number, remedy.for_option(option.name, number)
+
+
+def _as_float32(number):
+    try:
+        return struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
 
 
 def _pool_violation(pool, sizes):

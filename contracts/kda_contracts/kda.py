@@ -30,6 +30,7 @@ PACKED_DECODE = Contract(
     ),
     options=(
         Option("scale", "positive", "factor on q"),
+        Option("use_qk_l2norm_in_kernel", "flag", "whether q and k are l2-normalized first"),
         Option("lower_bound", "negative", "lower bound of the log decay (safe gate)"),
         Option("out_dtype", "dtype", "dtype of out", FLOATS),
     ),
@@ -77,17 +78,16 @@ PACKED_DECODE = Contract(
             "mixed_qkv a b A_log dt_bias initial_state ssm_state_indices source_indices out out_dtype",
             "`{argument}` must be {allowed} (got {got}).",
         ),
-        Rule("option", "scale lower_bound", "`{argument}` must be {allowed} (got {got})."),
+        Rule("option", "scale lower_bound use_qk_l2norm_in_kernel", "`{argument}` must be {allowed} (got {got})."),
         Rule("compact", "initial_state", "`initial_state` must hold each slot's [HV, V, K] block compactly."),
     ),
 )
 
 
 def _tensor(name, axes, cut, meaning):
-    return Tensor(name, axes, WEIGHTS if name.endswith("weight") else FLOATS, meaning, cut=cut)
+    return Tensor(name, axes, FLOATS, meaning, cut=cut)
 
 
-WEIGHTS = ("bfloat16", "float16", "float32")
 _PROJECTIONS = (
     _tensor("q_proj.weight", "H*K D", 0, "query projection"),
     _tensor("k_proj.weight", "H*K D", 0, "key projection"),

@@ -4,7 +4,7 @@ Each takes an array of any library (or a shape without values, such as a ShapeDt
 """
 
 from kda_contracts import remedy
-from kda_contracts.arrays import facts, shape_text
+from kda_contracts.arrays import facts, is_array, known, shape_text
 from kda_contracts.judge import ContractError
 
 
@@ -27,11 +27,11 @@ def normalize_A_log(A_log, HV):
     >>> normalize_A_log(np.array([1.0, 2.0, 0.0, 0.0]), 2)
     array([1., 2.])
     """
-    array = facts(A_log)
+    array = _facts("A_log", A_log, HV=HV)
     if array.size == HV:
         return _reshape(A_log, (HV,))
-    if array.ndim != 1 or array.size < HV:
-        raise _unexpected("A_log", A_log, f"; expected numel={HV}", {"HV": HV})
+    if not padded(array, HV):
+        raise _unexpected("A_log", array, f"; expected numel={HV}", {"HV": HV})
     if not hasattr(A_log, "reshape"):
         return _reshape(A_log, (HV,))
     try:
@@ -66,8 +66,9 @@ def normalize_dt_bias(dt_bias, HV, K):
     >>> normalize_dt_bias(np.zeros((4, 64)), 4, 64).shape
     (256,)
     """
-    if facts(dt_bias).size != HV * K:
-        raise _unexpected("dt_bias", dt_bias, f"; expected numel={HV * K}", {"HV": HV, "K": K})
+    array = _facts("dt_bias", dt_bias, HV=HV, K=K)
+    if array.size != HV * K:
+        raise _unexpected("dt_bias", array, f"; expected numel={HV * K}", {"HV": HV, "K": K})
     return _reshape(dt_bias, (HV * K,))
 
 
@@ -89,23 +90,39 @@ def normalize_a(a, N, HV, K, varlen=False):
     >>> normalize_a(np.zeros((3, 1, 4, 64)), 3, 4, 64).shape
     (3, 256)
     """
+    array = _facts("a", a, HV=HV, K=K)
     leading = (1, N) if varlen else (N, 1)
-    if tuple(a.shape) not in ((N, HV * K), (N, HV, K), (*leading, HV, K)):
+    if array.shape not in ((N, HV * K), (N, HV, K), (*leading, HV, K)):
         form = "varlen" if varlen else "dense"
         expectation = (
             f"; expected {shape_text((N, HV * K))}, {shape_text((N, HV, K))} or {shape_text((*leading, HV, K))}"
         )
-        raise _unexpected("a", a, expectation, {"B": N, "HV": HV, "K": K}, form=f" for {form}")
+        other = (not varlen and array.shape == (1, N, HV, K)) or (varlen and array.shape == (N, 1, HV, K))
+        cure = f"this is the other form: pass varlen={not varlen}" if other else None
+        raise _unexpected("a", array, expectation, {"B": N, "HV": HV, "K": K}, form=f" for {form}", cure=cure)
     return _reshape(a, (N, HV * K))
+
+
+def padded(array, HV):
+    """Whether an A_log of this shape can be a padded one."""
+    return array.ndim == 1 and known(array.size) and array.size > HV
+
+
+def _facts(name, x, **sizes):
+    """ArrayFacts of an argument, after a look at what no normalizer can work with."""
+    for letter, size in sizes.items():
+        if known(size) and size < 1:
+            raise ContractError(f"{letter} must be positive (got {size})")
+    if not is_array(x):
+        raise ContractError(f"`{name}` must be an array (got {type(x).__name__})")
+    return facts(x)
 
 
 def _reshape(x, shape):
     return x.reshape(shape) if hasattr(x, "reshape") else x.update(shape=shape)
 
 
-def _unexpected(name, x, expectation, sizes, form=""):
-    array = facts(x)
-    cure = remedy.for_normalizer(name, array, sizes)
-    return ContractError(
-        f"Unexpected {name} shape{form}: {shape_text(array.shape)}{expectation}" + (f"\n  {cure}" if cure else "")
-    )
+def _unexpected(name, array, expectation, sizes, form="", cure=None):
+    cure = cure or remedy.for_normalizer(name, array, sizes)
+    message = f"Unexpected {name} shape{form}: {shape_text(array.shape)}{expectation}"
+    return ContractError(f"{message}\n  {cure}" if cure else message)

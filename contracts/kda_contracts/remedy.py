@@ -85,6 +85,8 @@ def _bias(array, arrays, sizes):
         return None
     if array.size == HV * K:
         return f"the same elements in another shape: dt_bias.reshape({HV * K}), or kda_contracts.normalize_dt_bias"
+    if _swapped_weights(arrays, HV, K):
+        return "this looks like `A_log` and `dt_bias` swapped"
     if array.size == HV:
         return f"{HV} is HV: this looks like one bias per head; repeat each K={K} times, e.g. jnp.repeat(dt_bias, {K})"
     if array.size == K:
@@ -98,11 +100,19 @@ def _rate(array, arrays, sizes):
         return None
     if array.size == HV:
         return f"the same elements in another shape: A_log.reshape({HV}), or kda_contracts.normalize_A_log"
+    if _swapped_weights(arrays, HV, K):
+        return "this looks like `A_log` and `dt_bias` swapped"
     if known(K) and array.size == HV * K:
         return f"{HV * K} is HV*K: this looks like one rate per channel; A_log has one per value head"
     if array.ndim == 1 and array.size > HV:
         return f"a padded A_log: kda_contracts.normalize_A_log(A_log, {HV}) checks that its tail is zero and drops it"
     return None
+
+
+def _swapped_weights(arrays, HV, K):
+    if not known(K) or K == 1 or not {"A_log", "dt_bias"} <= arrays.keys():
+        return False
+    return arrays["A_log"].size == HV * K and arrays["dt_bias"].size == HV
 
 
 def _gate(array, arrays, sizes):

@@ -27,7 +27,12 @@ class BadFileError(Exception):
     """A file that cannot be judged: what is wrong with it, in one line that begins with its path."""
 
     def __init__(self, path, fault):
-        super().__init__(f"{path}: {fault}")
+        super().__init__(_printable(f"{path}: {fault}"))
+
+
+def _printable(text):
+    """The text without what a terminal would obey or an encoding refuse: names come from files."""
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 
 def read_header(path):
@@ -63,7 +68,7 @@ def parse_json(path, text):
         if len(result) < len(pairs):
             seen = set()
             key = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise BadFileError(path, f"the key {key[:80]!r} stands twice in one JSON object")
+            raise BadFileError(path, f"the key {key[:80]!a} stands twice in one JSON object")
         return result
 
     def refuse(constant):
@@ -99,12 +104,12 @@ def _judge(path, header, data_bytes):
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        shown = repr(name if len(name) <= 80 else name[:77] + "...")
+        shown = ascii(name if len(name) <= 80 else name[:77] + "...")
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
             raise BadFileError(path, f"{shown} has no dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-            raise BadFileError(path, f"{shown} has the unknown dtype {str(dtype)[:40]!r}")
+            raise BadFileError(path, f"{shown} has the unknown dtype {str(dtype)[:40]!a}")
         if not _naturals(shape) or len(shape) > MAX_RANK:
             raise BadFileError(path, f"{shown} has an absurd shape: {str(shape)[:80]}")
         if not _naturals(offsets) or len(offsets) != 2:

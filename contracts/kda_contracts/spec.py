@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Option:
-    """One static option. `kind` is "positive" or "negative" (a finite number of that sign, or None) or "dtype"."""
+    """One static option. `kind` is "positive" or "negative" (a finite number, or None), "flag" or "dtype"."""
 
     name: str
     kind: str
