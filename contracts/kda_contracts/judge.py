@@ -11,14 +11,11 @@ from kda_contracts.arrays import (
     dtype_name,
     facts,
     is_array,
-    known,
     last_axis_contiguous,
     shape_text,
 )
+from kda_contracts.bind import POOL, Bound, bind, differ, packed_fault, packed_sizes
 from kda_contracts.spec import Contract, Operand, Option, Rule, axis_value
-
-POOL = "initial_state"
-WITNESSES = ("a", "b", "A_log", "dt_bias")  # agreeing with each other on HV and K, they overrule the pool
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
     if missing := [o.name for o in contract.operands if o.required and o.name not in given]:
         raise TypeError(f"{contract.name}: missing {', '.join(missing)}")
     arrays = {o.name: facts(given[o.name]) for o in contract.operands if is_array(given.get(o.name))}
-    bound = _bind(contract, arrays)
+    bound = bind(arrays)
     violations: list[Violation] = []
     for number, rule in enumerate(contract.rules, 1):
         for argument in rule.arguments.split():
@@ -100,15 +97,6 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
     return Sizes(**{letter: bound.sizes[letter] for letter in Sizes.__dataclass_fields__})
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """The letters' values, where they were read ("HV=4, K=64 from ..."), and whether the pool was overruled."""
-
-    sizes: dict
-    sources: tuple[str, ...]
-    pool_overruled: bool
-
-
 def _absent(contract, name, x):
     entry = contract.by_name.get(name)
     if entry is None:
@@ -116,68 +104,7 @@ def _absent(contract, name, x):
     return x is None and not (isinstance(entry, Operand) and entry.required)
 
 
-def _bind(contract, arrays):
-    """Reads S, HV, V, K from the pool, B and H from the packed row; agreeing witnesses overrule a pool."""
-    sizes, sources = {}, []
-    pool, packed = arrays.get(POOL), arrays.get("mixed_qkv")
-    agreed = _agreed(arrays)
-    overruled = False
-    if pool is not None and pool.ndim == 4:
-        sizes = dict(zip(("S", "HV", "V", "K"), pool.shape, strict=True))
-        overruled = agreed is not None and any(map(_differ, (sizes["HV"], sizes["K"]), agreed))
-    if agreed is not None and (overruled or not sizes):
-        sizes["HV"], sizes["K"] = agreed
-        sizes["V"] = remedy.value_width(pool.shape, *agreed) if overruled else None
-        sources.append(f"HV={agreed[0]}, K={agreed[1]} from `a`, `b`, `A_log` and `dt_bias`")
-    elif sizes:
-        names = ", ".join(f"{letter}={sizes[letter]}" for letter in ("HV", "V", "K"))
-        sources.append(f"{names} from `{POOL}` {shape_text(pool.shape)}")
-    if packed is not None and packed.ndim == 2:
-        sizes["B"] = packed.shape[0]
-        width, q_size = _packed(packed, sizes)
-        if q_size is not None and _packed_fault(sizes, width, q_size) is None:
-            sizes["H"] = q_size // sizes["K"]
-            sources.append(f"H={sizes['H']} from `mixed_qkv` {shape_text(packed.shape)}")
-    return _Bound(sizes, tuple(sources), overruled)
-
-
-def _agreed(arrays):
-    """(HV, K) where all four witnesses agree, whatever their ranks; else None."""
-    if any(name not in arrays for name in WITNESSES):
-        return None
-    a, b, A_log, dt_bias = (arrays[name] for name in WITNESSES)
-    dimensions = (*a.shape, *b.shape, *A_log.shape, *dt_bias.shape)
-    if not all(map(known, dimensions)) or not (a.shape and b.shape and a.shape[0] == b.shape[0] > 0):
-        return None
-    HV, HVK = A_log.size, dt_bias.size
-    if HV == 0 or HVK == 0 or HVK % HV or b.size != b.shape[0] * HV or a.size != a.shape[0] * HVK:
-        return None
-    return HV, HVK // HV
-
-
-def _packed(packed, sizes):
-    """(width, elements of q) of a packed row; q is None where HV, V or K is not known."""
-    width = packed.shape[1]
-    if any(sizes.get(letter) is None for letter in ("HV", "V", "K")):
-        return width, None
-    return width, (width - sizes["HV"] * sizes["V"]) // 2
-
-
-def _packed_fault(sizes, width, q_size):
-    """The kind of the first packed rule that the row breaks, or None. Symbolic widths are not judged."""
-    HV, V, K = sizes["HV"], sizes["V"], sizes["K"]
-    if not all(map(known, (width, HV, V, K))):
-        return None
-    if width - HV * V <= 0 or (width - HV * V) % 2:
-        return "packed_width"
-    if K == 0 or q_size % K:
-        return "packed_keys"
-    if HV == 0 or HV % (q_size // K):
-        return "packed_heads"
-    return None
-
-
-def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: dict, bound: _Bound):
+def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: dict, bound: Bound):
     """(headline, details) where the argument breaks the rule, else None."""
     entry, sizes = contract.by_name[argument], bound.sizes
     words = {letter: sizes.get(letter, "?") for letter in ("B", "H", "HV", "K", "V", "S")} | {"argument": argument}
@@ -228,14 +155,14 @@ def _breaks(kind, argument, entry, arrays, sizes):
         first = arrays.get("mixed_qkv")
         return None not in (first, array.device, first and first.device) and array.device != first.device, {}
     if kind == "batch":
-        return _differ(array.shape[0], sizes.get("B")), {}
+        return differ(array.shape[0], sizes.get("B")), {}
     if kind == "shape":
         wanted = [axis_value(axis, sizes) for axis in entry.axes.split()]
-        return array.ndim != len(wanted) or any(map(_differ, array.shape, wanted)), {}
+        return array.ndim != len(wanted) or any(map(differ, array.shape, wanted)), {}
     if kind == "dtype":
         return array.dtype not in entry.dtypes, {}
-    width, q_size = _packed(array, sizes)
-    return q_size is not None and _packed_fault(sizes, width, q_size) == kind, {
+    width, q_size = packed_sizes(array, sizes)
+    return q_size is not None and packed_fault(sizes, width, q_size) == kind, {
         "width": width,
         "q_size": q_size,
         "H": q_size // sizes["K"] if kind == "packed_heads" and q_size is not None and sizes["K"] else "?",
@@ -294,10 +221,6 @@ def _pool_violation(pool, sizes):
         f"(got {shape_text(pool.shape)})"
     )
     return headline, remedy.for_pool(pool.shape, HV, K)
-
-
-def _differ(got, wanted):
-    return known(got) and known(wanted) and got != wanted
 
 
 def _expectation(operand, sizes):
