@@ -140,7 +140,9 @@ def _sharding_obstacle(pool):
             "pass check_vma=False to jax.shard_map, or use implementation='xla'"
         )
     sharding = getattr(pool, "sharding", None) if not isinstance(pool, jax.core.Tracer) else None
-    if sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated:
+    on_devices = sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated
+    in_type = any(axis is not None for axis in getattr(getattr(aval, "sharding", None), "spec", ()))  # Explicit axes
+    if on_devices or in_type:
         return (
             "the pool is sharded over several devices outside shard_map, so every device would gather all of it; "
             "wrap the call in jax.shard_map(..., check_vma=False), or use implementation='xla'"

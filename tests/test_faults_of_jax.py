@@ -322,6 +322,18 @@ def test_B85_shard_map_with_its_check_on():
             sharded_over_heads(name, True, mesh)(ranks)
 
 
+def test_B86_a_sharded_pool_without_shard_map_inside_jit():
+    # With Explicit axes, make_mesh's default, the type of a traced pool tells.
+    mesh_of(2, "tp")
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+    x = on_device(base(dtype="float32"))
+    pool = jax.device_put(x.pop("initial_state"), NamedSharding(mesh, P(None, "tp")))
+    for name in set(IMPLEMENTATIONS) - {"xla"}:
+        step = jax.jit(lambda pool, name=name: kda_jax.packed_decode(**x, initial_state=pool, implementation=name))
+        with pytest.raises(NotImplementedError, match="sharded over several devices outside shard_map"):
+            step(pool)
+
+
 def test_B86_a_sharded_pool_without_shard_map():
     mesh = mesh_of(2, "tp")
     x = on_device(base(dtype="float32"))
