@@ -80,8 +80,13 @@ def test_what_is_no_operand(implementation):
     x = {name: jnp.asarray(array) for name, array in operands().items()}
     ref = jax.new_ref(jnp.stack([x["initial_state"]] * 2))
     struct = jax.ShapeDtypeStruct((3,), jnp.int32)
+    with pytest.raises(
+        ContractError, match=r"`initial_state` must be an array .*a view of a jax\.Ref is not supported"
+    ):
+        jax.jit(lambda ref: kda_jax.packed_decode(**x | {"initial_state": ref.at[0]}, implementation=implementation))(
+            ref
+        )
     for wrong, message in (
-        ({"initial_state": ref.at[0]}, "`initial_state` must be an array .*a view of a jax.Ref is not supported"),
         ({"a": jax.new_ref(x["a"])}, "`a` must be an array .*only the pool may be a jax.Ref"),
         ({"ssm_state_indices": jax.new_ref(x["ssm_state_indices"])}, "`ssm_state_indices` .*only the pool"),
         ({"source_indices": struct}, "`source_indices` .*kda_jax.explain takes it"),
