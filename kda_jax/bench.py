@@ -72,7 +72,7 @@ def layers_of(B, HV, pool_dtype, layers):
     return pools, inputs
 
 
-def measure(B, HV, pool_dtype, implementations, ops=None) -> dict:
+def measure(B, HV, pool_dtype, implementations) -> dict:
     """One row of the results: the ceiling and each implementation at one shape."""
     live_bytes = 2 * B * HV * V * K * jnp.dtype(pool_dtype).itemsize
     layers = layers_for(live_bytes // 2)
@@ -82,10 +82,9 @@ def measure(B, HV, pool_dtype, implementations, ops=None) -> dict:
     del arrays
     row: dict = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes}
     row |= {"cold": layers * live_bytes / 2 >= COLD_BYTES / 2, "ceiling": _entry(ceiling, live_bytes)}
-    ops = ops or {name: packed_decode(name) for name in implementations}
     pools, inputs = layers_of(B, HV, pool_dtype, layers)
-    for name, op in ops.items():
-        times, pools = time_layers(op, pools, inputs, steps)
+    for name in implementations:
+        times, pools = time_layers(packed_decode(name), pools, inputs, steps)
         row[name] = _entry(times, live_bytes) | {
             "share_of_ceiling": ceiling.kernel_us / times.kernel_us,
             "share_of_ceiling_layer": ceiling.layer_us / times.layer_us,

@@ -25,10 +25,10 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What the op needs of one KDA layer, all `heads` value heads: A_log, dt_bias, the gate; and its source."""
+    """What the op needs of one KDA layer, all heads: A_log, dt_bias, the gate; and its source."""
 
     H: int
-    heads: int
+    HV: int
     K: int
     V: int
     A_log: np.ndarray
@@ -57,7 +57,7 @@ def read_layer(path) -> LayerWeights:
 
     return LayerWeights(
         H=sizes["H"],
-        heads=sizes["HV"],
+        HV=sizes["HV"],
         K=sizes["K"],
         V=sizes["V"],
         A_log=np.asarray(normalize_A_log(read("A_log"), sizes["HV"])),
@@ -90,9 +90,9 @@ def run(*, model="kimi-linear-48b", checkpoint=None, tp=1, batch=8, steps=16, im
     slots kept their bits.
     """
     layer = read_layer(checkpoint) if checkpoint else made_up_layer(model)
-    if layer.heads % tp or layer.H % tp:
-        raise ValueError(f"{layer.heads} heads cannot be split over {tp} ranks")
-    HV, lower_bound = layer.heads // tp, layer.lower_bound
+    if layer.HV % tp or layer.H % tp:
+        raise ValueError(f"{layer.HV} heads cannot be split over {tp} ranks")
+    HV, lower_bound = layer.HV // tp, layer.lower_bound
     sizes = Sizes(B=batch, H=layer.H // tp, HV=HV, K=layer.K, V=layer.V, S=2 * batch + 1)
     tokens = [random_operands(sizes, seed=seed + t) for t in range(steps)]
     operands = tokens[0] | {"A_log": layer.A_log[:HV], "dt_bias": layer.dt_bias[: HV * layer.K]}

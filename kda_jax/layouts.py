@@ -60,9 +60,7 @@ def state_from_kv(pool):
     >>> state_from_kv(jnp.zeros((6, 4, 64, 32))).shape
     (6, 4, 32, 64)
     """
-    if pool.ndim < 2:
-        raise ContractError(f"kda_jax.state_from_kv: the pool must be [..., K, V] (got {pool.shape})")
-    return jnp.swapaxes(pool, -1, -2)
+    return _swapped("state_from_kv", "[..., K, V]", pool)
 
 
 def state_to_kv(pool):
@@ -81,8 +79,12 @@ def state_to_kv(pool):
     >>> state_to_kv(jnp.zeros((6, 4, 32, 64))).shape
     (6, 4, 64, 32)
     """
+    return _swapped("state_to_kv", "[..., V, K]", pool)
+
+
+def _swapped(name, expected, pool):
     if pool.ndim < 2:
-        raise ContractError(f"kda_jax.state_to_kv: the pool must be [..., V, K] (got {pool.shape})")
+        raise ContractError(f"kda_jax.{name}: the pool must be {expected} (got {pool.shape})")
     return jnp.swapaxes(pool, -1, -2)
 
 

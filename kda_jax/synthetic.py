@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import CHECKPOINT, PACKED_DECODE, Sizes
+from kda_contracts.safetensors_header import ITEM_BITS
 
 HEAD_DIMENSION = 128  # K and V of every released KDA model
 
@@ -85,20 +86,25 @@ def write_layer(folder, model, *, layer=0, seed=0):
     A_log = np.zeros(math.prod(released.A_log_shape), np.float32)
     A_log[:heads] = values["A_log"]
     stored = {"A_log": A_log.reshape(released.A_log_shape), "dt_bias": values["dt_bias"]}
-    header, offset, places = {}, 0, {}
-    for tensor in layout.tensors:
-        shape = stored[tensor.name].shape if tensor.name in stored else tensor.shape(sizes)
-        size = math.prod(shape) * (4 if tensor.name in stored else 2)
-        header[f"model.layers.{layer}.self_attn.{tensor.name}"] = {
-            "dtype": "F32" if tensor.name in stored else "BF16",
-            "shape": shape,
-            "data_offsets": (offset, offset + size),
-        }
-        places[tensor.name], offset = offset, offset + size
+    prefix = f"model.layers.{layer}.self_attn"
+    entries = {f"{prefix}.{tensor.name}": ("BF16", tensor.shape(sizes)) for tensor in layout.tensors}
+    entries |= {f"{prefix}.{name}": ("F32", array.shape) for name, array in stored.items()}
+    write_safetensors(
+        folder / "model.safetensors", entries, {f"{prefix}.{name}": array for name, array in stored.items()}
+    )
+
+
+def write_safetensors(path, entries, values=None):
+    """Writes {name: (the format's dtype, shape)} at its real length; what has no values is a hole in the file."""
+    header, offset = {}, 0
+    for name, (dtype, shape) in entries.items():
+        size = math.prod(shape) * ITEM_BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + size)}
+        offset += size
     text = json.dumps(header).encode()
-    with open(folder / "model.safetensors", "wb") as file:
+    with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, array in stored.items():
-            file.seek(8 + len(text) + places[name])
+        for name, array in (values or {}).items():
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
             file.write(array.tobytes())
         file.truncate(8 + len(text) + offset)

@@ -28,7 +28,7 @@ class Times:
 
 
 def layers_for(live_bytes):
-    """How many layers of this size rotate, so that each finds its memory out of cache (if 96 are enough for that)."""
+    """How many layers of this size rotate, so that each finds its memory out of cache; MAX_LAYERS at the most."""
     return min(MAX_LAYERS, max(2, -int(-COLD_BYTES // live_bytes)))
 
 

@@ -8,8 +8,8 @@ def unfused(pool):
     """The pool unchanged, kept out of XLA's dynamic-slice fusion, at no cost.
 
     With a slice of a stacked pool in front of a kernel that updates it in place, and its write-back behind it, XLA (JAX
-    0.11.2, H200) fuses the three and returns wrong states without a word: the test of stacked pools shows it where this
-    is left out.
+    0.11.2, H200) fuses the three and returns wrong states without a word, unless both sides are kept apart:
+    benchmarks/results/nvidia-h200-dynamic-slice-fusion.json. The test of stacked pools fails where this is left out.
     """
     return jax.lax.optimization_barrier(pool)
 

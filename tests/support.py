@@ -47,6 +47,13 @@ def assert_near(got, expected, limit):
     assert np.abs(got - expected).max() <= 8 * limit * worst, f"worst {np.abs(got - expected).max() / worst:.2e}"
 
 
+def assert_near_but_for_nans(got, expected, limit):
+    """NaN in the same places, and near everywhere else."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert np.array_equal(np.isnan(got), np.isnan(expected)), "NaN in other places"
+    assert_near(got[~np.isnan(got)], expected[~np.isnan(expected)], limit)
+
+
 def assert_rounded(got, expected, limit):
     """`got` is `expected` rounded to got's dtype to nearest even, but for values that `limit` carries over a tie."""
     dtype = np.asarray(got).dtype

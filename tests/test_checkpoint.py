@@ -1,7 +1,6 @@
 """Checkpoints judged by their headers: released layouts pass, wrong ones say what is wrong, bad files do no harm."""
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 
 from kda_contracts import CHECKPOINT, BadFileError, check_checkpoint, find_tensors
 from kda_contracts.cli import main
-from kda_contracts.safetensors_header import ITEM_BITS
 from kda_jax import demo, synthetic
+from kda_jax.synthetic import write_safetensors
 
 LOW_RANK, FULL_RANK, FLA = CHECKPOINT
 KIMI = {"H": 32, "HV": 32, "K": 128, "V": 128, "D": 2304, "W": 4}
@@ -47,32 +46,19 @@ def layer_of(layout, sizes, prefix="model.layers.0.self_attn", **shapes):
     return entries
 
 
-def write_file(path, entries):
-    """A sparse safetensors file of these shapes, of its real length."""
-    header, offset = {}, 0
-    for name, (dtype, shape) in entries.items():
-        size = math.prod(shape) * ITEM_BITS[dtype] // 8
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + offset)
-
-
 def write_sharded(folder, entries, config, shards=3):
     names = sorted(entries)
     files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
     weight_map = {name: files[i % shards] for i, name in enumerate(names)}
     for file in files:
-        write_file(folder / file, {name: entries[name] for name in names if weight_map[name] == file})
+        write_safetensors(folder / file, {name: entries[name] for name in names if weight_map[name] == file})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def write_single(folder, entries, config):
-    write_file(folder / "model.safetensors", entries)
+    write_safetensors(folder / "model.safetensors", entries)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -332,7 +318,7 @@ def test_a_48b_header_takes_milliseconds(tmp_path):
 
 def replaced(path, entries, **change):
     """A file whose header has one entry changed; `raw` replaces the whole header's text."""
-    write_file(path, entries)
+    write_safetensors(path, entries)
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -347,11 +333,11 @@ BAD = {
     "a length beyond the file": (lambda p: p.write_bytes((99).to_bytes(8, "little") + b"{}"), "claims 99 bytes, and 2"),
     "a length beyond all bounds": (lambda p: p.write_bytes(b"\xff" * 8 + b"{}"), "more than the format's 100000000"),
     "truncated data": (
-        lambda p: (write_file(p, SMALL), os.truncate(p, p.stat().st_size - 1)),
+        lambda p: (write_safetensors(p, SMALL), os.truncate(p, p.stat().st_size - 1)),
         "outside the file's 31 bytes",
     ),
     "data of no tensor": (
-        lambda p: (write_file(p, SMALL), os.truncate(p, p.stat().st_size + 5)),
+        lambda p: (write_safetensors(p, SMALL), os.truncate(p, p.stat().st_size + 5)),
         "5 bytes behind the last",
     ),
     "not JSON": (lambda p: replaced(p, SMALL, raw=b"{nonsense"), "not JSON: "),
@@ -417,7 +403,7 @@ def outside_by_link(folder):
 
 BAD_FOLDERS = {
     "empty": (lambda f: (f / "config.json").write_text(json.dumps(config_of(KIMI, [1]))), "no safetensors file"),
-    "no config": (lambda f: write_file(f / "model.safetensors", SMALL), "config.json: No such file"),
+    "no config": (lambda f: write_safetensors(f / "model.safetensors", SMALL), "config.json: No such file"),
     "another model's config": (lambda f: write_single(f, SMALL, {"hidden_size": 1}), "no linear_attn_config"),
     "a config without sizes": (
         lambda f: write_single(f, SMALL, {"linear_attn_config": {"num_heads": "8"}}),
@@ -511,7 +497,7 @@ def test_fuzzed_headers_give_a_verdict_or_a_clear_error(fuzz_folder):
             length = data.draw(st.just(len(text)) | st.integers(0, 2**64 - 1))
             content = length.to_bytes(8, "little") + text + bytes(data.draw(st.integers(0, 64)))
         elif kind == "shapes":
-            write_file(path, data.draw(st.dictionaries(names, shapes, max_size=16)))
+            write_safetensors(path, data.draw(st.dictionaries(names, shapes, max_size=16)))
             content = path.read_bytes()
         elif kind == "flipped":
             content = bytearray(valid)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,16 @@ def test_parameters_are_the_tables():
     operands = [operand.name for operand in PACKED_DECODE.operands if operand.required]
     assert parameters[: len(operands)] == operands
     assert parameters == list(inspect.signature(kda_jax.explain).parameters)
+
+
+OPERANDS = {"pool": "initial_state", "slots": "ssm_state_indices", "sources": "source_indices"}
+
+
+@pytest.mark.parametrize("module", ["reference", "mosaic_gpu", "triton_gpu"])
+def test_the_shapes_beside_an_implementations_parameters_are_the_tables(module):
+    source = (Path(kda_jax.__file__).parent / f"{module}.py").read_text()
+    found = re.findall(r"^    (\w+?)(?:_gmem)?(?:=None)?,  # (\[.*?\])", source, re.M)
+    assert len(found) >= 8
+    for name, shape in found:
+        operand = PACKED_DECODE.by_name[OPERANDS.get(name, name)]
+        assert shape.replace(" ", "") == operand.expected.replace(" ", ""), (module, name)

@@ -28,6 +28,13 @@ def test_near_refuses_one_wrong_element_that_the_norm_hides():
         support.assert_near(got, np.ones(1_000_000), 2e-6)
 
 
+@pytest.mark.parametrize("wrong", [[1.0, 0.0], [np.nan, np.nan], [1.1, np.nan]])
+def test_near_but_for_nans_refuses(wrong):
+    support.assert_near_but_for_nans([1.0, np.nan], [1.0, np.nan], 1e-6)
+    with pytest.raises(AssertionError):
+        support.assert_near_but_for_nans(wrong, [1.0, np.nan], 1e-6)
+
+
 def test_rounded_refuses_truncation():
     exact = np.random.default_rng(0).standard_normal(1000)
     nearest = exact.astype(jnp.bfloat16)

@@ -7,7 +7,7 @@ import sys
 
 from kda_contracts.arrays import shape_text
 from kda_contracts.checkpoint import CheckpointReport, check_checkpoint
-from kda_contracts.safetensors_header import BadFileError
+from kda_contracts.safetensors_header import BadFileError, printable
 
 
 def main(arguments=None):
@@ -58,5 +58,4 @@ def text(report: CheckpointReport) -> str:
     if report.rank and not faults:
         lines.append(f"  each of {report.tp} ranks holds, a layer:" if report.tp > 1 else "  a layer holds:")
         lines += [f"      {name:<16} {shape_text(shape)}" for name, shape in report.rank.items()]
-    # Names come from files: nothing in them may steer a terminal, or break an encoding.
-    return "\n".join("".join(x if x.isprintable() else ascii(x)[1:-1] for x in line) for line in lines)
+    return "\n".join(map(printable, lines))

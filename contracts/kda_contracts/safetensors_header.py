@@ -27,10 +27,10 @@ class BadFileError(Exception):
     """A file that cannot be judged: what is wrong with it, in one line that begins with its path."""
 
     def __init__(self, path, fault):
-        super().__init__(_printable(f"{path}: {fault}"))
+        super().__init__(printable(f"{path}: {fault}"))
 
 
-def _printable(text):
+def printable(text):
     """The text without what a terminal would obey or an encoding refuse: names come from files."""
     return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
