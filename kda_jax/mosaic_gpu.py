@@ -36,7 +36,6 @@ WARP_LANES = 32
 MAX_K = 256
 V_MULTIPLE = 16  # V rows that one pass of the four warps covers at most, see Config
 STEP_BYTES = 4096  # of state that a warpgroup loads at once
-STEPS_AHEAD = 2  # steps under way at once; at B = 256, HV = 32 one is 0.4 % slower, three 1.1 %
 MAX_GRID = 2**31 - 1
 
 
@@ -44,15 +43,16 @@ MAX_GRID = 2**31 - 1
 class Config:
     """How a state tile is spread over a warpgroup.
 
-    A warpgroup owns `tile_rows` V rows and walks them `step_rows` at a time. `lanes` and `vector` set the order of a
-    row's sums, so they follow from K and the pool's dtype alone; the rows may follow the batch: bits do not depend on
-    them.
+    A warpgroup owns `tile_rows` V rows and walks them `step_rows` at a time, `ahead` steps under way at once. `lanes`
+    and `vector` set the order of a row's sums, so they follow from K and the pool's dtype alone; the rest may follow
+    the batch: bits do not depend on it.
     """
 
     tile_rows: int
     step_rows: int
     lanes: int
     vector: int
+    ahead: int = 2
 
     def __post_init__(self):
         if self.lanes not in (8, 16, 32):
@@ -94,20 +94,38 @@ def unsupported(sizes: Sizes) -> str | None:
 
 
 def choose_config(sizes: Sizes, pool_dtype) -> Config:
-    """16-byte vectors along K where K allows, steps of 4 KB, and taller tiles once there are enough to fill the GPU."""
+    """16-byte vectors along K where K allows, steps of 4 KB, and taller tiles once there are enough to fill the GPU.
+
+    H200, K = V = 128, kernel us with tiles of 4, 8 and 16 KB (more in benchmarks/results/nvidia-h200-tuning.json):
+
+        B*HV        32                64                96                128               192
+        float32     3.26 3.55 4.45    4.35 4.54 5.25    6.05 5.44 6.05    6.98 6.37 6.94    9.60 9.05 8.74
+        bfloat16    2.88 3.31 3.94                      4.35 4.09 4.77    5.54 4.80 5.22
+
+    At B*HV = 8192 two steps ahead are best for float32 (three are 1.1 % slower), three for bfloat16 (two: 1.5 %).
+    """
     row_bytes = sizes.K * jnp.dtype(pool_dtype).itemsize
     power_of_two = math.gcd(sizes.K, MAX_K)  # the widest power of two that divides K
     vector = min(16 // jnp.dtype(pool_dtype).itemsize, power_of_two // 8)
     lanes = min(WARP_LANES, power_of_two // vector)
     rows_per_pass = WARPS * WARP_LANES // lanes
-    if sizes.B * sizes.HV < 256 or sizes.V % 32:
-        # Below 800 blocks all run at once, so the shortest are taken. H200, K = V = 128, float32, B*HV = 32: blocks of
-        # one step of 8 rows take 3.3 us, of two such steps 3.5, of four 4.2.
-        short = max(8, rows_per_pass) if sizes.B * sizes.HV * sizes.V <= 8 * 800 else V_MULTIPLE
-        return Config(tile_rows=short, step_rows=short, lanes=lanes, vector=vector)
-    tile_rows = 32
-    step_rows = min(tile_rows, rows_per_pass * max(1, STEP_BYTES // (rows_per_pass * row_bytes)))
-    return Config(tile_rows=tile_rows, step_rows=step_rows, lanes=lanes, vector=vector)
+    step_rows = rows_per_pass * math.gcd(
+        sizes.V // rows_per_pass, _power_below(STEP_BYTES // row_bytes // rows_per_pass)
+    )
+    rows_in_all = sizes.B * sizes.HV * sizes.V
+    steps = 4 if rows_in_all >= 160 * 128 else 2 if rows_in_all >= 80 * 128 else 1
+    return Config(
+        tile_rows=step_rows * math.gcd(sizes.V // step_rows, steps),
+        step_rows=step_rows,
+        lanes=lanes,
+        vector=vector,
+        ahead=2 if jnp.dtype(pool_dtype).itemsize == 4 else 3,
+    )
+
+
+def _power_below(n):
+    """The largest power of two that is not above n, and 1 at the least."""
+    return 1 << max(0, n.bit_length() - 1)
 
 
 def _body(
@@ -161,7 +179,7 @@ def _body(
                 lambda: plgpu.layout_cast(zeros, layout),  # outside the pool: a zero state, and nothing is read
             )
 
-        states = [load_state(start) for start in steps[:STEPS_AHEAD]]  # first: the gates below hide their latency
+        states = [load_state(start) for start in steps[: config.ahead]]  # first: the gates below hide their latency
         f32 = jnp.float32
         group, _ = _divide(head, HV // H)
         q = load(mixed_qkv_gmem.at[row, pl.ds(group * K, K)], key_layout).astype(f32)
@@ -180,8 +198,8 @@ def _body(
             return lax.broadcast_in_dim(vector, (config.step_rows, K), (1,))
 
         for step, start in enumerate(steps):
-            if step + STEPS_AHEAD < len(steps):
-                states.append(load_state(steps[step + STEPS_AHEAD]))
+            if step + config.ahead < len(steps):
+                states.append(load_state(steps[step + config.ahead]))
             v_start = 2 * H * K + head * V + start
             v = load(mixed_qkv_gmem.at[row, rows(v_start)], value_layout).astype(f32)
             decayed = states[step].astype(f32) * along_keys(decay)

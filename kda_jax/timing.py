@@ -13,12 +13,12 @@ import jax.numpy as jnp
 COLD_BYTES = 200e6  # live bytes that pass between two uses of the same memory: over three times the H200's L2
 MAX_LAYERS = 96
 WALL_RUNS = 5
-REPLAY_LAYERS = 32
+WALL_REPEATS = 4
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one call: of its kernels (profiler; median and quartiles) and of a whole unprofiled replay."""
+    """Microseconds of one call: of its kernels (profiler; median, quartiles), and of a layer by an unprofiled clock."""
 
     kernel_us: float
     kernel_us_low: float
@@ -51,8 +51,8 @@ def gpu_events(run):
 def time_layers(op, pools, inputs, steps):
     """Times op(pool, inputs) -> (out, pool) over layers, each with its own pool and inputs, pools donated.
 
-    The kernels' times come from a jitted loop of `steps` steps, whose carry takes the outputs, so that nothing removes
-    or copies them. The replay is that of a jitted step of the layers, dispatched again and again, as a server does.
+    Both times come from one jitted loop of `steps` steps, whose carry takes the outputs, so that nothing removes or
+    copies them: the kernels' from its profile, a layer's from the clock, the loop dispatched again and again.
 
     Returns `(Times, pools)`: the pools that were passed are consumed, their successors come back.
     """
@@ -81,37 +81,18 @@ def time_layers(op, pools, inputs, steps):
     main = max(own, key=lambda name: sum(own[name]))
     low, middle, high = statistics.quantiles(own[main], n=4)
     others = sum(statistics.median(times) * len(times) / calls for name, times in own.items() if name != main)
-    pools = [pool for _, pool in state[0]]
-    layer_us, pools = _replay(op, pools, inputs[0])
+    seconds = []
+    for _ in range(WALL_RUNS):
+        start = time.perf_counter()
+        for _ in range(WALL_REPEATS):  # not waited for: the host keeps ahead of the GPU
+            state[0] = loop(state[0], inputs)
+        jax.block_until_ready(state[0])
+        seconds.append((time.perf_counter() - start) / WALL_REPEATS)
     times = Times(
         kernel_us=middle + others,
         kernel_us_low=low + others,
         kernel_us_high=high + others,
-        layer_us=layer_us,
+        layer_us=statistics.median(seconds) / calls * 1e6,
         kernels_per_call=sum(map(len, own.values())) / calls,
     )
-    return times, pools
-
-
-def _replay(op, pools, shared):
-    """(microseconds a layer, pools) of a jitted step, one input for all layers so that the host keeps ahead."""
-    count = min(len(pools), REPLAY_LAYERS)
-
-    # The outputs are donated too, though nothing reads them: a captured graph is rewritten when an address changes.
-    @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-    def step(carry, shared):
-        return [op(pool, shared) for _, pool in carry]
-
-    out = jax.eval_shape(lambda: op(pools[0], shared)[0])
-    rest = pools[count:]
-    carry = [(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out), pool) for pool in pools[:count]]
-    seconds, repeats = [], 0
-    for run in range(WALL_RUNS + 2):
-        # The first run compiles, the second tells how many steps make a run of about 20 ms.
-        repeats = (1, 3)[run] if run < 2 else max(3, int(20e-3 / min(seconds[1:])))
-        start = time.perf_counter()
-        for _ in range(repeats):
-            carry = step(carry, shared)
-        jax.block_until_ready(carry)
-        seconds.append((time.perf_counter() - start) / repeats)
-    return statistics.median(seconds[2:]) / count * 1e6, [*(pool for _, pool in carry), *rest]
+    return times, [pool for _, pool in state[0]]

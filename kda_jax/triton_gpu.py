@@ -52,10 +52,11 @@ def unsupported(sizes: Sizes) -> str | None:
 def choose_config(sizes: Sizes) -> Config:
     """One warp a tile, so that the order of a row's sums follows from K alone; small tiles until they fill the GPU.
 
-    H200, K = V = 128, float32, share of the in-place multiply by rows a tile: 0.94 (8), 0.95 (16), 0.92 (32) at
-    B*HV = 8192; 0.83, 0.94, 0.82 at 256; at 32 tiles of 4, 8 and 16 rows take 3.3, 3.5 and 4.0 us.
+    H200, K = V = 128, float32, kernel us with tiles of 4, 8, 16 rows: 3.36, 3.65, 4.19 at B*HV = 32; 5.70, 5.18, 5.73
+    at 96; 9.06, 8.22, 8.13 at 192. At 8192 the share of the in-place multiply is 0.94 (8), 0.95 (16), 0.92 (32).
     """
-    wanted = 4 if sizes.B * sizes.HV < 128 else 16
+    states = sizes.B * sizes.HV
+    wanted = 4 if states < 64 else 8 if states < 160 else 16
     return Config(tile_rows=min(wanted, _power_of_two(sizes.V)), num_warps=1)
 
 
