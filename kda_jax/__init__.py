@@ -12,6 +12,10 @@ from kda_jax.dispatch import explain as explain
 from kda_jax.layouts import pack_qkv as pack_qkv
 from kda_jax.layouts import state_from_kv as state_from_kv
 from kda_jax.layouts import state_to_kv as state_to_kv
+from kda_jax.sequences import validate_cu_seqlens as validate_cu_seqlens
 from kda_jax.slots import clear_slots as clear_slots
 from kda_jax.slots import pad_slots as pad_slots
 from kda_jax.slots import validate_slots as validate_slots
+from kda_jax.update import commit as commit
+from kda_jax.update import fused_sigmoid_gating_kda_update as fused_sigmoid_gating_kda_update
+from kda_jax.update import recurrent_kda as recurrent_kda

@@ -1,11 +1,10 @@
 """packed_decode: the public op. Contract first, then the choice of an implementation, then the call."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kda_contracts import PACKED_DECODE, ContractError, check
+from kda_contracts import PACKED_DECODE, check
 from kda_jax import dispatch, reference, slots
+from kda_jax.gates import Maths
 
 
 def packed_decode(
@@ -102,7 +101,7 @@ def packed_decode(
     )
     options = dict(scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
     sizes = check(PACKED_DECODE, **arrays, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
-    _refuse_what_holds_no_values(arrays)
+    dispatch.refuse_what_holds_no_values(PACKED_DECODE, arrays)
     chosen = dispatch.choose(implementation, sizes, initial_state)
     out_dtype = jnp.dtype(arrays["mixed_qkv"].dtype if out_dtype is None else out_dtype)
     if (isinstance(sizes.B, int) and sizes.B == 0) or (isinstance(sizes.S, int) and sizes.S == 0):
@@ -120,24 +119,10 @@ def packed_decode(
         slots.as_int32(indices),
         None if sources is None else slots.as_int32(sources),
         sizes=sizes,
-        scale=float(sizes.K**-0.5 if scale is None else scale),
-        use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
-        lower_bound=None if lower_bound is None else float(lower_bound),
+        maths=Maths(
+            scale=float(sizes.K**-0.5 if scale is None else scale),
+            use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
+            lower_bound=None if lower_bound is None else float(lower_bound),
+        ),
         out_dtype=out_dtype,
     )
-
-
-def _refuse_what_holds_no_values(arrays):
-    """Raises for what has a shape and a dtype, as the contract wants, and still is no operand."""
-    for name, x in arrays.items():
-        if x is None or isinstance(x, (jax.Array, np.ndarray)) or (name == "initial_state" and slots.is_ref(x)):
-            continue
-        if isinstance(x, jax.ShapeDtypeStruct):
-            hint = "it has a shape and no values; kda_jax.explain takes it"
-        elif slots.is_ref(x):
-            hint = "only the pool may be a jax.Ref: read the values first, with x[...]"
-        elif name == "initial_state" and hasattr(x, "ref"):
-            hint = "a view of a jax.Ref is not supported: pass the whole Ref"
-        else:
-            hint = "convert it first, e.g. with jnp.asarray or jax.dlpack.from_dlpack"
-        raise ContractError(f"kda_jax.packed_decode: `{name}` must be an array (got {type(x).__name__}): {hint}")

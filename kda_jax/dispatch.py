@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from kda_contracts import PACKED_DECODE, Sizes, check
+from kda_contracts import PACKED_DECODE, ContractError, Sizes, check
+from kda_jax.slots import is_ref
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
 KERNELS = ("mosaic_gpu", "triton")
@@ -28,20 +29,18 @@ class Explanation:
         return "\n".join(lines)
 
 
-def choose(implementation, sizes, pool) -> str:
+def choose(implementation, sizes, pool, op=PACKED_DECODE.name) -> str:
     """The implementation that runs this call. A named one runs or raises; only "auto" looks at the host's device."""
     if implementation != "auto":
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"`implementation` must be 'auto', {_quoted(IMPLEMENTATIONS)} (got {implementation!r})")
         if reason := obstacle(implementation, sizes, pool):
-            raise NotImplementedError(
-                f"kda_jax.packed_decode: implementation={implementation!r} cannot run this call: {reason}"
-            )
+            raise NotImplementedError(f"{op}: implementation={implementation!r} cannot run this call: {reason}")
         return implementation
     for name in IMPLEMENTATIONS:
         if _host_obstacle(name) is None:
             if name in KERNELS and (reason := _sharding_obstacle(pool)):
-                raise NotImplementedError(f"kda_jax.packed_decode: no kernel can run this call: {reason}")
+                raise NotImplementedError(f"{op}: no kernel can run this call: {reason}")
             if obstacle(name, sizes, pool) is None:
                 return name
     raise AssertionError("xla runs every call that meets the contract")
@@ -110,6 +109,22 @@ def without_layout(arrays):
         name: np.asarray(x, dtype=x.dtype.newbyteorder("="), order="C") if isinstance(x, np.ndarray) else x
         for name, x in arrays.items()
     }
+
+
+def refuse_what_holds_no_values(contract, arrays):
+    """Raises for what has a shape and a dtype, as the contract wants, and still is no operand."""
+    for name, x in arrays.items():
+        if x is None or isinstance(x, (jax.Array, np.ndarray)) or (name == contract.pool and is_ref(x)):
+            continue
+        if isinstance(x, jax.ShapeDtypeStruct):
+            hint = "it has a shape and no values; kda_jax.explain takes it"
+        elif is_ref(x):
+            hint = "only the pool may be a jax.Ref: read the values first, with x[...]"
+        elif name == contract.pool and hasattr(x, "ref"):
+            hint = "a view of a jax.Ref is not supported: pass the whole Ref"
+        else:
+            hint = "convert it first, e.g. with jnp.asarray or jax.dlpack.from_dlpack"
+        raise ContractError(f"{contract.name}: `{name}` must be an array (got {type(x).__name__}): {hint}")
 
 
 def obstacle(implementation, sizes, pool):

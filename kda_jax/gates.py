@@ -4,6 +4,7 @@ They use only what Mosaic GPU can lower on every supported JAX: no log1p, expm1,
 """
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,33 @@ FLOAT32_MAX = 3.4028235e38
 NORM_EPS = 1e-6
 
 
-def log_decay(x, A_log, lower_bound):
+@dataclass(frozen=True)
+class Maths:
+    """The static options of the recurrence, as every implementation takes them.
+
+    `activated`: `a` is the log decay and `b` is beta, and the options of the gates mean nothing.
+    """
+
+    scale: float
+    use_qk_l2norm: bool
+    lower_bound: float | None = None
+    softplus_beta: float = 1.0
+    softplus_threshold: float = 20.0
+    allow_neg_eigval: bool = False
+    activated: bool = False
+
+
+def decay_and_beta(a, b, A_log, dt_bias, maths: Maths, differentiable=False):
+    """`(log_decay, beta)` of float32 operands: `a` and `dt_bias` `[..., K]`, `A_log` `[..., 1]`, `b` of any shape."""
+    if maths.activated:
+        return a, b
+    gate, logistic = (differentiable_log_decay, differentiable_sigmoid) if differentiable else (log_decay, sigmoid)
+    beta = logistic(b)
+    decay = gate(a + dt_bias, A_log, maths.lower_bound, maths.softplus_beta, maths.softplus_threshold)
+    return decay, 2.0 * beta if maths.allow_neg_eigval else beta
+
+
+def log_decay(x, A_log, lower_bound, softplus_beta=1.0, softplus_threshold=20.0):
     """Natural log of the forget factor per key channel, <= 0.
 
     Args:
@@ -21,14 +48,21 @@ def log_decay(x, A_log, lower_bound):
       A_log: natural log of the decay rate of x's head, float32, broadcastable against x.
       lower_bound: None for the softplus gate, `-exp(A_log) * softplus(x)`; a negative float for the safe gate,
         `lower_bound * sigmoid(exp(A_log) * x)`.
+      softplus_beta, softplus_threshold: the softplus is `softplus(beta * x) / beta`, and x where beta * x is above the
+        threshold. From 20 on that is the softplus itself in float32, and nothing is compared.
 
     Finite x and A_log, or A_log = -inf, never give NaN: an overflowing rate or x counts as the largest float32.
     """
     rate = _below_infinity(jnp.exp(A_log))
     x = jnp.where(x < -FLOAT32_MAX, -FLOAT32_MAX, _below_infinity(x))
     if lower_bound is None:
-        return -rate * softplus(x)
+        return -rate * _sharpened(x, softplus_beta, softplus_threshold)
     return lower_bound * sigmoid(rate * x)
+
+
+def _sharpened(x, beta, threshold):
+    value = softplus(x) if beta == 1.0 else softplus(jnp.minimum(x * beta, FLOAT32_MAX)) / beta
+    return value if threshold >= 20.0 else jnp.where(x * beta > threshold, x, value)
 
 
 def softplus(x):
@@ -59,19 +93,22 @@ def _below_infinity(x):
     return jnp.where(x > FLOAT32_MAX, FLOAT32_MAX, x)  # a NaN passes
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def differentiable_log_decay(x, A_log, lower_bound):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def differentiable_log_decay(x, A_log, lower_bound, softplus_beta=1.0, softplus_threshold=20.0):
     """log_decay with its exact derivative: that of the formulas above is NaN where an exponential overflows."""
-    return log_decay(x, A_log, lower_bound)
+    return log_decay(x, A_log, lower_bound, softplus_beta, softplus_threshold)
 
 
 @differentiable_log_decay.defjvp
-def _log_decay_jvp(lower_bound, primals, tangents):
+def _log_decay_jvp(lower_bound, softplus_beta, softplus_threshold, primals, tangents):
     x, A_log = primals
     rate = _below_infinity(jnp.exp(A_log))
-    value = log_decay(x, A_log, lower_bound)
+    value = log_decay(x, A_log, lower_bound, softplus_beta, softplus_threshold)
     if lower_bound is None:
-        by_x, by_A_log = -rate * sigmoid(x), jnp.where(value < -FLOAT32_MAX, -FLOAT32_MAX, value)
+        slope = sigmoid(softplus_beta * x)
+        if softplus_threshold < 20.0:
+            slope = jnp.where(softplus_beta * x > softplus_threshold, 1.0, slope)
+        by_x, by_A_log = -rate * slope, jnp.where(value < -FLOAT32_MAX, -FLOAT32_MAX, value)
     else:
         s = sigmoid(rate * x)
         slope = lower_bound * s * (1.0 - s)

@@ -16,7 +16,7 @@ consecutive tiles reach 0.96, 16 KB pieces 0.92, 16 KB pieces with the batch as 
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import chex
 import jax
@@ -25,9 +25,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from kda_contracts import Sizes
+from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
 from kda_jax import gates
 from kda_jax.invariants import assert_operands
+from kda_jax.reference import STATIC
 from kda_jax.slots import is_ref
 from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mapped, unfused
 
@@ -81,15 +82,16 @@ class Config:
 
 def unsupported(sizes: Sizes) -> str | None:
     """Why this kernel cannot run these sizes, or None."""
-    for letter in ("B", "H", "HV", "K", "V", "S"):
-        if not isinstance(getattr(sizes, letter), int):
+    for letter, size in vars(sizes).items():
+        if not isinstance(size, int | None):
             return f"{letter} is symbolic, and a kernel's grid needs a number"
     if sizes.K % 32 or sizes.K > MAX_K:
         return f"K={sizes.K} is not a multiple of 32 up to {MAX_K}"
     if sizes.V == 0 or sizes.V % V_MULTIPLE:
         return f"V={sizes.V} is not a multiple of {V_MULTIPLE}"
-    if sizes.B * sizes.HV * sizes.V // V_MULTIPLE > MAX_GRID:
-        return f"B={sizes.B}, HV={sizes.HV}, V={sizes.V} exceed the {MAX_GRID} blocks of a grid"
+    rows = sizes.B if sizes.N is None else sizes.N
+    if rows * sizes.HV * sizes.V // V_MULTIPLE > MAX_GRID:
+        return f"B={rows}, HV={sizes.HV}, V={sizes.V} exceed the {MAX_GRID} blocks of a grid"
     return None
 
 
@@ -112,7 +114,7 @@ def choose_config(sizes: Sizes, pool_dtype) -> Config:
     step_rows = rows_per_pass * math.gcd(
         sizes.V // rows_per_pass, _power_below(STEP_BYTES // row_bytes // rows_per_pass)
     )
-    rows_in_all = sizes.B * sizes.HV * sizes.V
+    rows_in_all = (sizes.B if sizes.N is None else sizes.N) * sizes.HV * sizes.V
     steps = 4 if rows_in_all >= 160 * 128 else 2 if rows_in_all >= 80 * 128 else 1
     return Config(
         tile_rows=step_rows * math.gcd(sizes.V // step_rows, steps),
@@ -129,30 +131,33 @@ def _power_below(n):
 
 
 def _body(
-    mixed_qkv_gmem,  # [B, 2*H*K + HV*V]
-    a_gmem,  # [B, HV*K]
-    b_gmem,  # [B, HV]
-    A_log_gmem,  # [HV]
-    dt_bias_gmem,  # [HV*K]
-    slots_gmem,  # [B] int32
-    *refs,  # sources_gmem [B] int32, if there is one; pool_gmem [S, HV, V, K], read and written; out_gmem [B, 1, HV, V]
+    refs,  # by name: q, k, v, a, b, A_log, dt_bias, slots, pool, out; sources, cu_seqlens, writes, intermediate or not
+    *,
     sizes,
+    columns,  # where q, k and v begin in their rows
     config,
-    scale,
-    use_qk_l2norm,
-    lower_bound,
+    maths,
+    update_state,
 ):
-    *sources_gmem, pool_gmem, out_gmem = refs
-    H, HV, K, V = sizes.H, sizes.HV, sizes.K, sizes.V
+    H, HV, K, V, T, S = sizes.H, sizes.HV, sizes.K, sizes.V, sizes.T, sizes.S
+    pool, out, writes, intermediate = refs["pool"], refs["out"], refs.get("writes"), refs.get("intermediate")
     layout = config.layout
     key_layout, value_layout = layout.reduce(0), layout.reduce(1)
     tiles = V // config.tile_rows
     block = lax.axis_index("block")  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
     row_and_head, tile = _divide(block, tiles)
     row, head = _divide(row_and_head, HV)
-    slot = slots_gmem[row]
-    live = (slot >= 0) & (slot < sizes.S)
+    slot = refs["slots"][row]
+    live = (slot >= 0) & (slot < S)
     steps = [tile * config.tile_rows + start for start in range(0, config.tile_rows, config.step_rows)]
+    if "cu_seqlens" in refs:
+        # Clipped, so that no cu_seqlens makes the kernel read or write outside its arrays.
+        first = jnp.clip(refs["cu_seqlens"][row], 0, T)
+        last = jnp.clip(refs["cu_seqlens"][row + 1], first, T)
+        bare_first, bare_last = jnp.where(live, last, first), jnp.where(row == sizes.N - 1, T, last)
+    else:
+        first, last = row * T, row * T + T
+        bare_first, bare_last = jnp.where(live, last, first), last
 
     def load(ref, layout):
         return plgpu.load(ref, layout=layout, optimized=False)
@@ -160,55 +165,101 @@ def _body(
     def rows(start):
         return pl.ds(start, config.step_rows)
 
-    @pl.when(jnp.logical_not(live))
-    def _():
+    def zeros(dtype):
+        return plgpu.layout_cast(jnp.zeros((config.step_rows, K), dtype), layout)
+
+    def clear(token):
         for start in steps:
-            zeros = jnp.zeros((config.step_rows,), out_gmem.dtype)
-            _store(out_gmem.at[row, 0, head, rows(start)], plgpu.layout_cast(zeros, value_layout))
+            nothing = plgpu.layout_cast(jnp.zeros((config.step_rows,), out.dtype), value_layout)
+            _store(out.at[token, head, rows(start)], nothing)
+            if intermediate is not None:
+                _store(intermediate.at[token, head, rows(start), :], zeros(pool.dtype))
 
-    @pl.when(live)
-    def _():
-        def load_state(start):
-            if not sources_gmem:
-                return load(pool_gmem.at[slot, head, rows(start), :], layout)
-            source = sources_gmem[0][row]
-            zeros = jnp.zeros((config.step_rows, K), pool_gmem.dtype)
-            return lax.cond(
-                (source >= 0) & (source < sizes.S),
-                lambda: load(pool_gmem.at[source, head, rows(start), :], layout),
-                lambda: plgpu.layout_cast(zeros, layout),  # outside the pool: a zero state, and nothing is read
-            )
+    def load_state(start):
+        if "sources" not in refs:
+            return load(pool.at[slot, head, rows(start), :], layout)
+        source = refs["sources"][row]
+        return lax.cond(
+            (source >= 0) & (source < S),
+            lambda: load(pool.at[source, head, rows(start), :], layout),
+            lambda: zeros(pool.dtype),  # outside the pool: a zero state, and nothing is read
+        )
 
-        states = [load_state(start) for start in steps[: config.ahead]]  # first: the gates below hide their latency
+    def one_token(token, state_of, keep):
+        """Reads each step's state by state_of, updates it, writes the token's results, and gives keep the state."""
         f32 = jnp.float32
         group, _ = _divide(head, HV // H)
-        q = load(mixed_qkv_gmem.at[row, pl.ds(group * K, K)], key_layout).astype(f32)
-        k = load(mixed_qkv_gmem.at[row, pl.ds((H + group) * K, K)], key_layout).astype(f32)
-        if use_qk_l2norm:
+        q_start, k_start, v_start = columns
+        q = load(refs["q"].at[token, pl.ds(q_start + group * K, K)], key_layout).astype(f32)
+        k = load(refs["k"].at[token, pl.ds(k_start + group * K, K)], key_layout).astype(f32)
+        if maths.use_qk_l2norm:
             q = q * gates.inverse_norm((q * q).sum())
             k = k * gates.inverse_norm((k * k).sum())
-        q = q * scale
+        q = q * maths.scale
         k_q = (k * q).sum()
-        x = load(a_gmem.at[row, pl.ds(head * K, K)], key_layout).astype(f32)
-        x = x + load(dt_bias_gmem.at[pl.ds(head * K, K)], key_layout).astype(f32)
-        decay = jnp.exp(gates.log_decay(x, A_log_gmem[head].astype(f32), lower_bound))
-        beta = gates.sigmoid(b_gmem[row, head].astype(f32))
+        a = load(refs["a"].at[token, pl.ds(head * K, K)], key_layout).astype(f32)
+        A_log = dt_bias = None
+        if not maths.activated:
+            dt_bias = load(refs["dt_bias"].at[pl.ds(head * K, K)], key_layout).astype(f32)
+            A_log = refs["A_log"][head].astype(f32)
+        log_decay, beta = gates.decay_and_beta(a, refs["b"][token, head].astype(f32), A_log, dt_bias, maths)
+        decay = jnp.exp(log_decay)
 
         def along_keys(vector):
             return lax.broadcast_in_dim(vector, (config.step_rows, K), (1,))
 
         for step, start in enumerate(steps):
-            if step + config.ahead < len(steps):
-                states.append(load_state(steps[step + config.ahead]))
-            v_start = 2 * H * K + head * V + start
-            v = load(mixed_qkv_gmem.at[row, rows(v_start)], value_layout).astype(f32)
-            decayed = states[step].astype(f32) * along_keys(decay)
+            state = state_of(step)
+            v = load(refs["v"].at[token, rows(v_start + head * V + start)], value_layout).astype(f32)
+            decayed = state.astype(f32) * along_keys(decay)
             state_k = (decayed * along_keys(k)).sum(1)
             state_q = (decayed * along_keys(q)).sum(1)
             u = (v - state_k) * beta
             updated = decayed + lax.broadcast_in_dim(u, decayed.shape, (0,)) * along_keys(k)
-            _store(out_gmem.at[row, 0, head, rows(start)], (state_q + u * k_q).astype(out_gmem.dtype))
-            _store(pool_gmem.at[slot, head, rows(start), :], updated.astype(pool_gmem.dtype))
+            updated = updated.astype(pool.dtype)
+            _store(out.at[token, head, rows(start)], (state_q + u * k_q).astype(out.dtype))
+            if intermediate is not None:
+                _store(intermediate.at[token, head, rows(start), :], updated)
+            if writes is not None:
+                written = writes[token]
+
+                @pl.when((written >= 0) & (written < S))
+                def _(written=written, start=start, updated=updated):
+                    _store(pool.at[written, head, rows(start), :], updated)
+
+            keep(step, updated)
+
+    def store_state(step, state):
+        if update_state:
+            _store(pool.at[slot, head, rows(steps[step]), :], state)
+
+    one_each = T == 1 and "cu_seqlens" not in refs
+    if one_each:
+        pl.when(jnp.logical_not(live))(lambda: clear(row))
+    else:
+        lax.fori_loop(bare_first, bare_last, lambda token, _: clear(token), None)
+
+    @pl.when(live & (first < last))
+    def _():
+        # Loads come first: the gates hide their latency. For one token no more than `ahead` steps are held at once.
+        held = [load_state(start) for start in steps[: config.ahead if one_each else None]]
+        if one_each:
+
+            def state_of(step):
+                if step + config.ahead < len(steps):
+                    held.append(load_state(steps[step + config.ahead]))
+                return held[step]
+
+            one_token(row, state_of, store_state)
+            return
+
+        def next_token(token, states):
+            after = list(states)
+            one_token(token, states.__getitem__, after.__setitem__)
+            return tuple(after)
+
+        for step, state in enumerate(lax.fori_loop(first, last, next_token, tuple(held))):
+            store_state(step, state)
 
 
 def _divide(x, n):
@@ -224,7 +275,7 @@ def _store(ref, value):
         ref[...] = value
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "lower_bound", "out_dtype", "config"))
+@functools.partial(jax.jit, static_argnames=("sizes", "maths", "out_dtype", "config"))
 def kda_packed_decode_mosaic_gpu(
     mixed_qkv,  # [B, 2*H*K + HV*V]
     a,  # [B, HV*K]
@@ -236,42 +287,113 @@ def kda_packed_decode_mosaic_gpu(
     sources=None,  # [B] int32
     *,
     sizes: Sizes,
-    scale,
-    use_qk_l2norm,
-    lower_bound,
+    maths: gates.Maths,
     out_dtype,
     config: Config | None = None,
 ):
     """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    B, HV, K, V = sizes.B, sizes.HV, sizes.K, sizes.V
-    assert_operands(sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
+    assert_operands(PACKED_DECODE, sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
+    operands = dict(q=mixed_qkv, k=mixed_qkv, v=mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, slots=slots)
+    out, pool, _ = _launch(
+        operands | {"sources": sources},
+        pool,
+        sizes=replace(sizes, T=1, N=sizes.B),
+        columns=(0, sizes.H * sizes.K, 2 * sizes.H * sizes.K),
+        maths=maths,
+        out_dtype=out_dtype,
+        config=config,
+        name="kda_packed_decode",
+    )
+    return out.reshape(sizes.B, 1, sizes.HV, sizes.V), pool
+
+
+@functools.partial(jax.jit, static_argnames=(*STATIC, "config"))
+def kda_update_mosaic_gpu(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    a,  # [B, T, HV*K]
+    b,  # [B, T, HV]
+    A_log,  # [HV]
+    dt_bias,  # [HV*K]
+    pool,  # [S, HV, V, K], an array or a Ref
+    slots,  # [N] int32
+    sources=None,  # [N] int32
+    cu_seqlens=None,  # [N+1] int32
+    writes=None,  # [B, T] int32
+    *,
+    sizes: Sizes,
+    maths: gates.Maths,
+    out_dtype,
+    update_state=True,
+    intermediate=False,
+    config: Config | None = None,
+):
+    """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
+    assert_operands(KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes)
+    B, T, HV = b.shape
+    flat = {name: x.reshape(B * T, math.prod(x.shape[2:])) for name, x in dict(q=q, k=k, v=v, a=a, b=b).items()}
+    out, pool, states = _launch(
+        flat
+        | dict(A_log=A_log, dt_bias=dt_bias, slots=slots, sources=sources, cu_seqlens=cu_seqlens)
+        | dict(writes=None if writes is None else writes.reshape(-1)),
+        pool,
+        sizes=sizes,
+        columns=(0, 0, 0),
+        maths=maths,
+        out_dtype=out_dtype,
+        config=config,
+        name="kda_update",
+        update_state=update_state,
+        intermediate=intermediate,
+    )
+    out = out.reshape(B, T, HV, sizes.V)
+    return out, pool, None if states is None else states.reshape(*out.shape, sizes.K)
+
+
+def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, update_state=True, intermediate=False):
+    """`(out [B*T, HV, V], pool, intermediate [B*T, HV, V, K] or None)` of operands by name; None is left out."""
+    operands = {name: inference_only(x) if x.dtype.kind == "f" else x for name, x in operands.items() if x is not None}
+    HV, K, V = sizes.HV, sizes.K, sizes.V
+    rows, tokens = operands["slots"].shape[0], operands["a"].shape[0]
     config = config or choose_config(sizes, pool.dtype)
     chex.assert_is_divisible(V, config.tile_rows)
     chex.assert_is_divisible(K, config.lanes * config.vector)
 
-    operands = inference_only((mixed_qkv, a, b, A_log, dt_bias))
-    indices = (slots,) if sources is None else (slots, sources)
+    written = update_state or "writes" in operands
     if is_ref(pool):
-        indices = (ref_must_be_mapped(pool, *indices, *operands), *indices[1:])
+        operands["slots"] = ref_must_be_mapped(pool, *_slots_first(operands))
         state = pool[...]  # the Ref's own buffer: nothing is copied inside jit
     else:
-        state = pool_as_mapped(inference_only(pool), *indices, *operands)
-    ref = jax.new_ref(unfused(state))
-    body = functools.partial(
-        _body, sizes=sizes, config=config, scale=scale, use_qk_l2norm=use_qk_l2norm, lower_bound=lower_bound
-    )
-    out = plgpu.kernel(
+        state = inference_only(pool)
+        state = pool_as_mapped(state, *operands.values()) if written else state
+    ref = jax.new_ref(unfused(state)) if written else state
+    shapes = {"out": jax.ShapeDtypeStruct((tokens, HV, V), out_dtype)}
+    if intermediate:
+        shapes["intermediate"] = jax.ShapeDtypeStruct((tokens, HV, V, K), pool.dtype)
+    names = (*operands, "pool", *shapes)
+
+    def body(*refs):
+        body_refs = dict(zip(names, refs, strict=True))
+        _body(body_refs, sizes=sizes, columns=columns, config=config, maths=maths, update_state=update_state)
+
+    results = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((B, 1, HV, V), out_dtype),
-        grid=(B * HV * (V // config.tile_rows),),
+        out_type=list(shapes.values()),
+        grid=(rows * HV * (V // config.tile_rows),),
         grid_names=("block",),
-        kernel_name="kda_packed_decode",  # what profilers show
+        kernel_name=name,  # what profilers show
         # No automatic barriers: each lane stores exactly the elements of the pool that it loaded, and reads nothing
         # else that is written.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*operands, *indices, ref)
-    state = unfused(jax.freeze(ref))
-    if is_ref(pool):
-        pool[...] = state
-        return out, None
-    return out, state
+    )(*operands.values(), ref)
+    results = dict(zip(shapes, results, strict=True))
+    if written:
+        state = unfused(jax.freeze(ref))
+        if is_ref(pool):
+            pool[...] = state
+    return results["out"], None if is_ref(pool) else state, results.get("intermediate")
+
+
+def _slots_first(operands):
+    return operands["slots"], *(x for name, x in operands.items() if name != "slots")

@@ -36,35 +36,99 @@ def packed_decode(
     >>> out.ravel().tolist(), state[2, 0].tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
-    mixed_qkv, a, b, A_log, dt_bias, state = (
-        np.array(x, np.float64) for x in (mixed_qkv, a, b, A_log, dt_bias, initial_state)
-    )
-    S, HV, V, K = state.shape
-    B, width = mixed_qkv.shape
+    _, HV, V, K = np.shape(initial_state)
+    B, width = np.shape(mixed_qkv)
     H = (width - HV * V) // (2 * K)
-    rate = np.minimum(np.exp(np.minimum(A_log, 700.0)), FLOAT32_MAX)
-    out, before = np.zeros((B, 1, HV, V)), state.copy()
-    sources = np.asarray(ssm_state_indices if source_indices is None else source_indices).tolist()
-    for row, slot in enumerate(np.asarray(ssm_state_indices).tolist()):
+    q, k, v = np.split(np.asarray(mixed_qkv, np.float64), [H * K, 2 * H * K], axis=1)
+    decay, beta = gates(np.reshape(a, (B, 1, HV, K)), np.reshape(b, (B, 1, HV)), A_log, dt_bias, lower_bound)
+    return update(
+        q.reshape(B, 1, H, K),
+        k.reshape(B, 1, H, K),
+        v.reshape(B, 1, HV, V),
+        decay,
+        beta,
+        initial_state,
+        ssm_state_indices,
+        sources=source_indices,
+        scale=scale,
+        l2norm=use_qk_l2norm_in_kernel,
+    )[:2]
+
+
+@np.errstate(invalid="ignore", over="ignore")  # padded rows may hold anything
+def gates(a, b, A_log, dt_bias, lower_bound=None, *, softplus_beta=1.0, softplus_threshold=np.inf, neg_eigval=False):
+    """`(log_decay, beta)` in float64 from `a` `[B, T, HV, K]`, `b` `[B, T, HV]`; A_log or dt_bias None are zeros."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    HV, K = a.shape[-2:]
+    A_log = np.zeros(HV) if A_log is None else np.asarray(A_log, np.float64).reshape(HV)
+    rate = np.minimum(np.exp(np.minimum(A_log, 700.0)), FLOAT32_MAX)[:, None]
+    x = a if dt_bias is None else a + np.asarray(dt_bias, np.float64).reshape(HV, K)
+    if lower_bound is None:
+        soft = np.logaddexp(0.0, softplus_beta * x) / softplus_beta
+        log_decay = -rate * np.where(softplus_beta * x > softplus_threshold, x, soft)
+    else:
+        log_decay = lower_bound * _sigmoid(rate * x)
+    return log_decay, _sigmoid(b) * (2.0 if neg_eigval else 1.0)
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def update(
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    pool,
+    slots,
+    *,
+    sources=None,
+    cu_seqlens=None,
+    scale=None,
+    l2norm=False,
+    write=None,
+    update_state=True,
+):
+    """Every token of every sequence, one after the other.
+
+    Args:
+      q, k: `[B, T, H, K]`. v: `[B, T, HV, V]`. log_decay: `[B, T, HV, K]`. beta: `[B, T, HV]`.
+      pool: `[S, HV, V, K]`. slots: `[N]`. sources: None or `[N]`, read instead; outside the pool: a zero state.
+      cu_seqlens: None (B == N), or `[N+1]` (B == 1). write: None or `[B, T]`, slots that take the state of each token.
+
+    Returns:
+      `(out, state, intermediate)`, float64 `[B, T, HV, V]`, `[S, HV, V, K]`, `[B, T, HV, V, K]`.
+    """
+    q, k, v, log_decay, beta, before = (np.array(x, np.float64) for x in (q, k, v, log_decay, beta, pool))
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    S = before.shape[0]
+    scale = K**-0.5 if scale is None else scale
+    if l2norm:
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    state, out, intermediate = before.copy(), np.zeros((B, T, HV, V)), np.zeros((B, T, HV, V, K))
+    sources = np.asarray(slots if sources is None else sources).tolist()
+    finals = {}
+    for n, slot in enumerate(np.asarray(slots).tolist()):
         if not 0 <= slot < S:
             continue
-        q, k, v = np.split(mixed_qkv[row], [H * K, 2 * H * K])
-        q, k, v = q.reshape(H, K), k.reshape(H, K), v.reshape(HV, V)
-        if use_qk_l2norm_in_kernel:
-            q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-        for head in range(HV):
-            key, query = k[head // (HV // H)], q[head // (HV // H)] * (K**-0.5 if scale is None else scale)
-            x = a[row].reshape(HV, K)[head] + dt_bias.reshape(HV, K)[head]
-            if lower_bound is None:
-                log_decay = -rate[head] * np.logaddexp(0.0, x)
-            else:
-                log_decay = lower_bound * _sigmoid(rate[head] * x)
-            read = before[sources[row], head] if 0 <= sources[row] < S else np.zeros((V, K))
-            decayed = read * np.exp(log_decay)
-            change = (v[head] - decayed @ key) * _sigmoid(b[row, head])
-            state[slot, head] = decayed + np.outer(change, key)
-            out[row, 0, head] = state[slot, head] @ query
-    return out, state
+        tokens = [(n, t) for t in range(T)] if cu_seqlens is None else [(0, t) for t in range(*cu_seqlens[n : n + 2])]
+        if not tokens:
+            continue
+        current = before[sources[n]].copy() if 0 <= sources[n] < S else np.zeros((HV, V, K))
+        for at in tokens:
+            for head in range(HV):
+                key, query = k[at][head // (HV // H)], q[at][head // (HV // H)] * scale
+                decayed = current[head] * np.exp(log_decay[at][head])
+                change = (v[at][head] - decayed @ key) * beta[at][head]
+                current[head] = decayed + np.outer(change, key)
+                out[at][head] = current[head] @ query
+            intermediate[at] = current
+            if write is not None and 0 <= write[at] < S:
+                state[write[at]] = current
+        if update_state:
+            finals[slot] = current
+    for slot, current in finals.items():
+        state[slot] = current
+    return out, state, intermediate
 
 
 def _sigmoid(x):

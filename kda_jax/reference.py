@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kda_contracts import Sizes
+from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
 from kda_jax import gates
 from kda_jax.invariants import assert_operands
 from kda_jax.slots import is_ref
@@ -32,7 +32,10 @@ def recurrence(state, q, k, v, log_decay, beta):
     return (state * q[..., None, :]).sum(-1), state
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "lower_bound", "out_dtype"))
+STATIC = ("sizes", "maths", "out_dtype", "update_state", "intermediate")
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "maths", "out_dtype"))
 def kda_packed_decode_xla(
     mixed_qkv,  # [B, 2*H*K + HV*V]
     a,  # [B, HV*K]
@@ -44,42 +47,139 @@ def kda_packed_decode_xla(
     sources=None,  # [B] int32
     *,
     sizes: Sizes,
-    scale,
-    use_qk_l2norm,
-    lower_bound,
+    maths: gates.Maths,
     out_dtype,
 ):
     """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    B, H, HV, K, V, S = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V, sizes.S
-    assert_operands(sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
+    B, H, HV, K, V = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V
+    assert_operands(PACKED_DECODE, sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
+    qk, v = jnp.split(mixed_qkv, [2 * H * K], axis=1)
+    q, k = jnp.moveaxis(qk.reshape(B, 2, 1, H, K), 1, 0)
+    tokens = q, k, v.reshape(B, 1, HV, V), a.reshape(B, 1, HV, K), b.reshape(B, 1, HV)
+    out, pool, _ = _update(tokens, A_log, dt_bias, pool, slots, sources, maths=maths, out_dtype=out_dtype)
+    return out, pool
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def kda_update_xla(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    a,  # [B, T, HV*K]
+    b,  # [B, T, HV]
+    A_log,  # [HV]
+    dt_bias,  # [HV*K]
+    pool,  # [S, HV, V, K], an array or a Ref
+    slots,  # [N] int32
+    sources=None,  # [N] int32
+    cu_seqlens=None,  # [N+1] int32
+    writes=None,  # [B, T] int32
+    *,
+    sizes: Sizes,
+    maths: gates.Maths,
+    out_dtype,
+    update_state=True,
+    intermediate=False,
+):
+    """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
+    assert_operands(KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes)
+    return _update(
+        (q, k, v, a.reshape(*b.shape, sizes.K), b),
+        A_log,
+        dt_bias,
+        pool,
+        slots,
+        sources,
+        cu_seqlens,
+        writes,
+        maths=maths,
+        out_dtype=out_dtype,
+        update_state=update_state,
+        intermediate=intermediate,
+    )
+
+
+def _update(
+    tokens,  # q, k, v, a, b: [B, T, H, K] twice, [B, T, HV, V], [B, T, HV, K], [B, T, HV]
+    A_log,
+    dt_bias,
+    pool,
+    slots,
+    sources,
+    cu_seqlens=None,
+    writes=None,
+    *,
+    maths,
+    out_dtype,
+    update_state=True,
+    intermediate=False,
+):
+    f32, (T, HV) = jnp.float32, tokens[4].shape[1:]
     state = pool[...] if is_ref(pool) else pool  # of a Ref, its own buffer: nothing is copied inside jit
-
+    S = state.shape[0]
     if is_ref(pool):
-        slots = ref_must_be_mapped(
-            pool, slots, mixed_qkv, a, b, A_log, dt_bias, *(() if sources is None else (sources,))
-        )
+        others = (x for x in (A_log, dt_bias, sources, cu_seqlens, writes) if x is not None)
+        slots = ref_must_be_mapped(pool, slots, *tokens, *others)
 
-    # A padded row may hold anything: as zeros it disturbs no derivative either.
+    # Tokens of padded sequences may hold anything: as zeros they disturb no derivative either.
     live = (slots >= 0) & (slots < S)
-    mixed_qkv, a, b = (jnp.where(live[:, None], x, jnp.zeros((), x.dtype)) for x in (mixed_qkv, a, b))
-
-    f32 = jnp.float32
-    qk, v = jnp.split(mixed_qkv.astype(f32), [2 * H * K], axis=1)
-    q, k = jnp.moveaxis(qk.reshape(B, 2, H, K), 1, 0)
-    if use_qk_l2norm:
+    owner = _owners(cu_seqlens, T) if cu_seqlens is not None else None  # of each token: its sequence, N for none
+    live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
+    tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
+    q, k, v, a, b = tokens
+    if maths.use_qk_l2norm:
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
-    q, k = (jnp.repeat(x, HV // H, axis=1) for x in (q * f32(scale), k))
-    x = a.astype(f32).reshape(B, HV, K) + dt_bias.astype(f32).reshape(1, HV, K)
-    log_decay = gates.differentiable_log_decay(x, A_log.astype(f32).reshape(1, HV, 1), lower_bound)
-    beta = gates.differentiable_sigmoid(b.astype(f32))
+    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * f32(maths.scale), k))
+    A_log, dt_bias = A_log.astype(f32).reshape(HV, 1), dt_bias.astype(f32).reshape(HV, -1)
+    log_decay, beta = gates.decay_and_beta(a, b, A_log[None, None], dt_bias[None, None], maths, differentiable=True)
 
-    slots = jnp.where(live, slots, S)  # out of range on the high side: a negative index would wrap
-    sources = slots if sources is None else jnp.where((sources >= 0) & (sources < S), sources, S)
+    sources = jnp.where(live, slots if sources is None else sources, S)
+    sources = jnp.where((sources >= 0) & (sources < S), sources, S)  # on the high side: a negative index would wrap
     before = state.at[sources].get(mode="fill", fill_value=0).astype(f32)  # outside the pool: a zero state
-    out, after = recurrence(before, q, k, v.reshape(B, HV, V), log_decay, beta)
-    out = jnp.where(live[:, None, None], out, 0).astype(out_dtype).reshape(B, 1, HV, V)
-    state = state.at[slots].set(after.astype(state.dtype), mode="drop")
+
+    def step(states, token):
+        out, after = recurrence(states, *token)
+        after = after.astype(state.dtype)  # rounded after every token, as so many calls would
+        return after.astype(f32), (out, after if intermediate or writes is not None else None)
+
+    def step_of_owner(states, token):
+        row, token = token[0], token[1:]
+        after, seen = step(states.at[row].get(mode="fill", fill_value=0), token)
+        return states.at[row].set(after, mode="drop"), seen
+
+    token_major = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta)]
+    if owner is not None:
+        after, (out, seen) = jax.lax.scan(step_of_owner, before, (owner, *(x[:, 0] for x in token_major)))
+        out, seen = jax.tree.map(lambda x: x[None], (out, seen))
+    elif T == 1:
+        after, seen = step(before, [x[0] for x in token_major])
+        out, seen = jax.tree.map(lambda x: x[:, None], seen)
+    else:
+        after, seen = jax.lax.scan(step, before, token_major)
+        out, seen = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), seen)
+    out = jnp.where(_spread(live_tokens, out), out, 0).astype(out_dtype)
+    if seen is not None:
+        seen = jnp.where(_spread(live_tokens, seen), seen, jnp.zeros((), seen.dtype))
+    if writes is not None:
+        writes = jnp.where(live_tokens & (writes >= 0) & (writes < S), writes, S)
+        state = state.at[writes].set(seen, mode="drop")
+    if update_state:
+        written = live if cu_seqlens is None else live & (cu_seqlens[1:] > cu_seqlens[:-1])
+        state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
     if is_ref(pool):
-        pool[...] = state
-        return out, None
-    return out, state
+        if update_state or writes is not None:
+            pool[...] = state
+        return out, None, seen if intermediate else None
+    return out, state, seen if intermediate else None
+
+
+def _owners(cu_seqlens, T):
+    """`[T]` int32: the sequence that each token belongs to; N, which no sequence is, for a token of none."""
+    N = cu_seqlens.shape[0] - 1
+    owner = jnp.searchsorted(cu_seqlens, jnp.arange(T, dtype=cu_seqlens.dtype), side="right").astype(jnp.int32) - 1
+    return jnp.where(owner < 0, N, owner)
+
+
+def _spread(mask, x):
+    """A mask of leading axes, with axes of length 1 behind."""
+    return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))

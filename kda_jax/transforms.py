@@ -23,8 +23,7 @@ def inference_only(operands):
 @inference_only.defjvp
 def _refuse_derivative(primals, tangents):
     raise NotImplementedError(
-        "kda_jax.packed_decode: its kernels are inference only and have no derivative; "
-        "implementation='xla' differentiates"
+        "kda_jax: the kernels are inference only and have no derivative; implementation='xla' differentiates"
     )
 
 
@@ -51,7 +50,7 @@ def ref_must_be_mapped(ref, slots, *operands):
 def _refuse_shared_ref(axis_size, mapped, ref, slots, *operands):
     if not mapped[0]:
         raise NotImplementedError(
-            "kda_jax.packed_decode: under vmap this Ref is not mapped, so that all elements would update it at once. "
+            "kda_jax: under vmap this Ref is not mapped, so that all elements would update it at once. "
             "Map the Ref too, pass an array instead, or make the mapped axis rows of one batch"
         )
     if not mapped[1]:
@@ -72,8 +71,7 @@ def _no_vmap(ref, *operands):
 @_no_vmap.def_vmap
 def _refuse_vmap(axis_size, mapped, ref, *operands):
     raise NotImplementedError(
-        "kda_jax.packed_decode: under vmap the Triton kernel takes no Ref; pass an array pool, "
-        "or use implementation='xla'"
+        "kda_jax: under vmap the Triton kernel takes no Ref; pass an array pool, or use implementation='xla'"
     )
 
 

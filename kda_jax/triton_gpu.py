@@ -5,17 +5,18 @@ The kernel is in triton_kernel.py; here are its tile and its launch, by either o
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax_triton
 
-from kda_contracts import Sizes
-from kda_jax.gates import FLOAT32_MAX, NORM_EPS
+from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
+from kda_jax.gates import FLOAT32_MAX, NORM_EPS, Maths
 from kda_jax.invariants import assert_operands
+from kda_jax.reference import STATIC
 from kda_jax.slots import is_ref
 from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
-from kda_jax.triton_kernel import kda_packed_decode, kda_packed_decode_aliased
+from kda_jax.triton_kernel import kda_update, kda_update_aliased
 
 MAX_K = 256
 MAX_GRID = 2**31 - 1
@@ -37,15 +38,16 @@ class Config:
 
 def unsupported(sizes: Sizes) -> str | None:
     """Why this kernel cannot run these sizes, or None."""
-    for letter in ("B", "H", "HV", "K", "V", "S"):
-        if not isinstance(getattr(sizes, letter), int):
+    for letter, size in vars(sizes).items():
+        if not isinstance(size, int | None):
             return f"{letter} is symbolic, and a kernel's grid needs a number"
     if sizes.V == 0:
         return "V=0"
     if sizes.K > MAX_K:
         return f"K={sizes.K} is above {MAX_K}"
-    if sizes.B * sizes.HV * sizes.V > MAX_GRID:
-        return f"B={sizes.B}, HV={sizes.HV}, V={sizes.V} exceed the {MAX_GRID} blocks of a grid"
+    rows = sizes.B if sizes.N is None else sizes.N
+    if rows * sizes.HV * sizes.V > MAX_GRID:
+        return f"B={rows}, HV={sizes.HV}, V={sizes.V} exceed the {MAX_GRID} blocks of a grid"
     return None
 
 
@@ -55,7 +57,7 @@ def choose_config(sizes: Sizes) -> Config:
     H200, K = V = 128, float32, kernel us with tiles of 4, 8, 16 rows: 3.36, 3.65, 4.19 at B*HV = 32; 5.70, 5.18, 5.73
     at 96; 9.06, 8.22, 8.13 at 192. At 8192 the share of the in-place multiply is 0.94 (8), 0.95 (16), 0.92 (32).
     """
-    states = sizes.B * sizes.HV
+    states = (sizes.B if sizes.N is None else sizes.N) * sizes.HV
     wanted = 4 if states < 64 else 8 if states < 160 else 16
     return Config(tile_rows=min(wanted, _power_of_two(sizes.V)), num_warps=1)
 
@@ -65,24 +67,27 @@ def _power_of_two(n):
     return 1 << (n - 1).bit_length()
 
 
-def _call(operands, pool, out_type, *, grid, num_warps, **constants):
-    """(out, pool) for an array pool: the one place where jax-triton's versions differ."""
+def _call(operands, pool, out_types, *, written, grid, num_warps, **constants):
+    """(out, states, pool) for an array pool: the one place where jax-triton's versions differ."""
     options = dict(grid=grid, num_warps=num_warps, num_stages=1, **constants)
+    if not written:
+        results = {"out_type" if REFS else "out_shape": out_types}
+        return *jax_triton.triton_call(*operands, pool, kernel=kda_update, **results, **options), pool
     if REFS:
         ref = jax.new_ref(pool)
-        out = jax_triton.triton_call(*operands, ref, kernel=kda_packed_decode, out_type=out_type, **options)
-        return out, jax.freeze(ref)
+        out, states = jax_triton.triton_call(*operands, ref, kernel=kda_update, out_type=out_types, **options)
+        return out, states, jax.freeze(ref)
     return jax_triton.triton_call(
         *operands,
         pool,
-        kernel=kda_packed_decode_aliased,
-        out_shape=(out_type, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
-        input_output_aliases={len(operands): 1},
+        kernel=kda_update_aliased,
+        out_shape=(*out_types, jax.ShapeDtypeStruct(pool.shape, pool.dtype)),
+        input_output_aliases={len(operands): len(out_types)},
         **options,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "lower_bound", "out_dtype", "config"))
+@functools.partial(jax.jit, static_argnames=("sizes", "maths", "out_dtype", "config"))
 def kda_packed_decode_triton(
     mixed_qkv,  # [B, 2*H*K + HV*V]
     a,  # [B, HV*K]
@@ -94,44 +99,103 @@ def kda_packed_decode_triton(
     sources=None,  # [B] int32
     *,
     sizes: Sizes,
-    scale,
-    use_qk_l2norm,
-    lower_bound,
+    maths: Maths,
     out_dtype,
     config: Config | None = None,
 ):
     """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    B, H, HV, K, V, S = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V, sizes.S
-    assert_operands(sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
+    assert_operands(PACKED_DECODE, sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
+    width, keys = mixed_qkv.shape[1], sizes.H * sizes.K
+    out, pool, _ = _launch(
+        (mixed_qkv, mixed_qkv, mixed_qkv, a, b, A_log, dt_bias),
+        (slots, sources, None, None),
+        pool,
+        sizes=replace(sizes, T=1, N=sizes.B),
+        columns=dict(q_stride=width, v_stride=width, k_start=keys, v_start=2 * keys),
+        maths=maths,
+        out_type=jax.ShapeDtypeStruct((sizes.B, 1, sizes.HV, sizes.V), out_dtype),
+        config=config,
+    )
+    return out, pool
+
+
+@functools.partial(jax.jit, static_argnames=(*STATIC, "config"))
+def kda_update_triton(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    a,  # [B, T, HV*K]
+    b,  # [B, T, HV]
+    A_log,  # [HV]
+    dt_bias,  # [HV*K]
+    pool,  # [S, HV, V, K], an array or a Ref
+    slots,  # [N] int32
+    sources=None,  # [N] int32
+    cu_seqlens=None,  # [N+1] int32
+    writes=None,  # [B, T] int32
+    *,
+    sizes: Sizes,
+    maths: Maths,
+    out_dtype,
+    update_state=True,
+    intermediate=False,
+    config: Config | None = None,
+):
+    """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
+    assert_operands(KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes)
+    return _launch(
+        (q, k, v, a, b, A_log, dt_bias),
+        (slots, sources, cu_seqlens, writes),
+        pool,
+        sizes=sizes,
+        columns=dict(q_stride=sizes.H * sizes.K, v_stride=sizes.HV * sizes.V, k_start=0, v_start=0),
+        maths=maths,
+        out_type=jax.ShapeDtypeStruct(v.shape, out_dtype),
+        config=config,
+        update_state=update_state,
+        intermediate=intermediate,
+    )
+
+
+def _launch(operands, indices, pool, *, sizes, columns, maths, out_type, config, update_state=True, intermediate=False):
+    """`(out, pool, intermediate or None)`; an index array that is None is not looked at."""
+    HV, K, V = sizes.HV, sizes.K, sizes.V
+    slots, sources, cu_seqlens, writes = indices
+    written = update_state or writes is not None
     config = config or choose_config(sizes)
+    states_shape = (*out_type.shape, K) if intermediate else (1,)
     call = functools.partial(
         _call,
-        out_type=jax.ShapeDtypeStruct((B, 1, HV, V), out_dtype),
-        grid=(B * HV * -(-V // config.tile_rows),),
+        out_types=(out_type, jax.ShapeDtypeStruct(states_shape, pool.dtype)),
+        written=written,
+        grid=(slots.shape[0] * HV * -(-V // config.tile_rows),),
         num_warps=config.num_warps,
-        S=S,
-        H=H,
+        S=sizes.S,
+        N=sizes.N,
+        T=sizes.T,
+        H=sizes.H,
         HV=HV,
         K=K,
         V=V,
         BK=_power_of_two(K),
         BV=config.tile_rows,
-        scale=scale,
-        lower_bound=lower_bound,
-        use_qk_l2norm=use_qk_l2norm,
+        **columns,
+        **vars(maths),
         has_sources=sources is not None,
+        varlen=cu_seqlens is not None,
+        has_writes=writes is not None,
+        update_state=update_state,
+        intermediate=intermediate,
         largest=FLOAT32_MAX,
         epsilon=NORM_EPS,
     )
-    operands = inference_only((mixed_qkv, a, b, A_log, dt_bias))
-    indices = (slots, slots if sources is None else sources)
+    operands = (*inference_only(operands), *(slots if x is None else x for x in indices))
     if is_ref(pool):
-        refuse_vmap_of_ref(pool, *indices, *operands)
-        out, state = call(
-            (*operands, *indices), unfused(pool[...])
-        )  # the Ref's own buffer: nothing is copied inside jit
-        pool[...] = unfused(state)
-        return out, None
+        refuse_vmap_of_ref(pool, *operands)
+        out, states, state = call(operands, unfused(pool[...]))  # the Ref's own buffer: nothing is copied inside jit
+        if written:
+            pool[...] = unfused(state)
+        return out, None, states if intermediate else None
     one = loop_over_mapped(lambda pool, *rest: call(rest, pool))
-    out, state = one(unfused(inference_only(pool)), *operands, *indices)
-    return out, unfused(state)
+    out, states, state = one(unfused(inference_only(pool)), *operands)
+    return out, unfused(state), states if intermediate else None

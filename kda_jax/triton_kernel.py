@@ -24,113 +24,161 @@ def _softplus(x):
 
 
 @triton.jit
+def _sharpened(x, beta: tl.constexpr, threshold: tl.constexpr, largest: tl.constexpr):
+    value = _softplus(x)
+    if beta != 1.0:
+        value = _softplus(tl.where(x * beta > largest, largest, x * beta)) / beta
+    if threshold < 20.0:
+        value = tl.where(x * beta > threshold, x, value)
+    return value
+
+
+@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def packed_decode_step(
-    mixed_qkv_ptr,
-    a_ptr,
-    b_ptr,
-    A_log_ptr,
-    dt_bias_ptr,
-    slots_ptr,
-    sources_ptr,
-    pool_ptr,
-    out_ptr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    scale: tl.constexpr,
-    lower_bound: tl.constexpr,
-    use_qk_l2norm: tl.constexpr,
-    has_sources: tl.constexpr,
-    largest: tl.constexpr,
+def _update(
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, sources_ptr, cu_seqlens_ptr, writes_ptr,
+    pool_ptr, out_ptr, states_ptr,
+    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr, v_stride: tl.constexpr,
+    k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr,
+    softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr, allow_neg_eigval: tl.constexpr,
+    activated: tl.constexpr, use_qk_l2norm: tl.constexpr, has_sources: tl.constexpr, varlen: tl.constexpr,
+    has_writes: tl.constexpr, update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
     epsilon: tl.constexpr,
-):
+):  # fmt: skip
     tiles: tl.constexpr = (V + BV - 1) // BV
-    width: tl.constexpr = 2 * H * K + HV * V
     block = tl.program_id(0)  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
     tile = block % tiles
     head = (block // tiles) % HV
     row = (block // (tiles * HV)).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
+    live = (slot >= 0) & (slot < S)
     v_index = tile * BV + tl.arange(0, BV)
-    v_inside = v_index < V
-    out_ptrs = out_ptr + (row * HV + head) * V + v_index
-    if (slot < 0) | (slot >= S):
-        tl.store(out_ptrs, tl.zeros((BV,), out_ptr.dtype.element_ty), mask=v_inside)
-        return
-
     k_index = tl.arange(0, BK)
+    v_inside = v_index < V
     k_inside = k_index < K
     inside = v_inside[:, None] & k_inside[None, :]
     in_slot = head * V * K + v_index[:, None] * K + k_index[None, :]
+    first = row * T
+    count = T
+    last = first + T
+    bare_last = last
+    if varlen:
+        # Clipped, so that no cu_seqlens makes the kernel read or write outside its arrays.
+        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + row).to(tl.int64), 0), T)
+        last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + row + 1).to(tl.int64), first), T)
+        bare_last = tl.where(row == N - 1, T, last)
+        count = (last - first).to(tl.int32)
+
+    bare_first = tl.where(live, last, first)
+    for token in range(bare_first, bare_last):
+        out_at = out_ptr + (token * HV + head) * V + v_index
+        tl.store(out_at, tl.zeros((BV,), out_ptr.dtype.element_ty), mask=v_inside)
+        if intermediate:
+            states_at = states_ptr + token * (HV * V * K) + in_slot
+            tl.store(states_at, tl.zeros((BV, BK), states_ptr.dtype.element_ty), mask=inside)
+    if (not live) | (first >= last):
+        return
+
     source = slot
+    read = inside
     if has_sources:
         source = tl.load(sources_ptr + row).to(tl.int64)
-        inside = inside & (source >= 0) & (source < S)  # outside the pool: a zero state
-    state = tl.load(pool_ptr + source * (HV * V * K) + in_slot, mask=inside, other=0.0).to(tl.float32)
-
-    qkv_ptr = mixed_qkv_ptr + row * width
+        read = inside & (source >= 0) & (source < S)  # outside the pool: a zero state
+    state = tl.load(pool_ptr + source * (HV * V * K) + in_slot, mask=read, other=0.0)
     group = head // (HV // H)
-    q = tl.load(qkv_ptr + group * K + k_index, mask=k_inside, other=0.0).to(tl.float32)
-    k = tl.load(qkv_ptr + (H + group) * K + k_index, mask=k_inside, other=0.0).to(tl.float32)
-    v = tl.load(qkv_ptr + 2 * H * K + head * V + v_index, mask=v_inside, other=0.0).to(tl.float32)
-    if use_qk_l2norm:
-        q = q * tl.rsqrt(tl.sum(q * q, 0) + epsilon)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + epsilon)
-    q = q * scale
-    x = tl.load(a_ptr + (row * HV + head) * K + k_index, mask=k_inside, other=0.0).to(tl.float32)
-    x = x + tl.load(dt_bias_ptr + head * K + k_index, mask=k_inside, other=0.0).to(tl.float32)
-    x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))  # finite inputs never give NaN
-    rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-    rate = tl.where(rate > largest, largest, rate)
-    if lower_bound is None:
-        decay = tl.exp(-rate * _softplus(x))
-    else:
-        decay = tl.exp(lower_bound * _sigmoid(rate * x))
-    beta = _sigmoid(tl.load(b_ptr + row * HV + head).to(tl.float32))
+    rate = 1.0
+    bias = tl.zeros((BK,), tl.float32)
+    if not activated:
+        bias += tl.load(dt_bias_ptr + head * K + k_index, mask=k_inside, other=0.0).to(tl.float32)
+        rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+        rate = tl.where(rate > largest, largest, rate)
 
-    state = state * decay[None, :]
-    state_k = tl.sum(state * k[None, :], 1)
-    state_q = tl.sum(state * q[None, :], 1)
-    u = (v - state_k) * beta
-    state = state + u[:, None] * k[None, :]
-    out = state_q + u * tl.sum(k * q, 0)
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=v_inside)
-    written = v_inside[:, None] & k_inside[None, :]
-    tl.store(pool_ptr + slot * (HV * V * K) + in_slot, state.to(pool_ptr.dtype.element_ty), mask=written)
+    for step in range(0, count):  # a loop of one constant step is no loop
+        token = first + step
+        q_at = q_ptr + token * q_stride + group * K + k_index
+        k_at = k_ptr + token * q_stride + k_start + group * K + k_index
+        v_at = v_ptr + token * v_stride + v_start + head * V + v_index
+        q = tl.load(q_at, mask=k_inside, other=0.0).to(tl.float32)
+        k = tl.load(k_at, mask=k_inside, other=0.0).to(tl.float32)
+        v = tl.load(v_at, mask=v_inside, other=0.0).to(tl.float32)
+        if use_qk_l2norm:
+            q = q * tl.rsqrt(tl.sum(q * q, 0) + epsilon)
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + epsilon)
+        q = q * scale
+        x = tl.load(a_ptr + (token * HV + head) * K + k_index, mask=k_inside, other=0.0).to(tl.float32)
+        beta = tl.load(b_ptr + token * HV + head).to(tl.float32)
+        if activated:
+            decay = tl.exp(x)
+        else:
+            x = x + bias
+            x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))  # finite inputs never give NaN
+            if lower_bound is None:
+                decay = tl.exp(-rate * _sharpened(x, softplus_beta, softplus_threshold, largest))
+            else:
+                decay = tl.exp(lower_bound * _sigmoid(rate * x))
+            beta = _sigmoid(beta)
+            if allow_neg_eigval:
+                beta = 2.0 * beta
+
+        decayed = state.to(tl.float32) * decay[None, :]
+        state_k = tl.sum(decayed * k[None, :], 1)
+        state_q = tl.sum(decayed * q[None, :], 1)
+        u = (v - state_k) * beta
+        state = (decayed + u[:, None] * k[None, :]).to(pool_ptr.dtype.element_ty)
+        out = state_q + u * tl.sum(k * q, 0)
+        out_at = out_ptr + (token * HV + head) * V + v_index
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_inside)
+        if intermediate:
+            tl.store(states_ptr + token * (HV * V * K) + in_slot, state, mask=inside)
+        if has_writes:
+            written = tl.load(writes_ptr + token).to(tl.int64)
+            kept = inside & (written >= 0) & (written < S)
+            tl.store(pool_ptr + written * (HV * V * K) + in_slot, state, mask=kept)
+
+    if update_state:
+        tl.store(pool_ptr + slot * (HV * V * K) + in_slot, state, mask=inside)
 
 
 @triton.jit
-def kda_packed_decode(
-    mixed_qkv, a, b, A_log, dt_bias, slots, sources, pool, out,
-    S: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr, use_qk_l2norm: tl.constexpr,
-    has_sources: tl.constexpr, largest: tl.constexpr, epsilon: tl.constexpr,
+def kda_update(
+    q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, pool, out, states,
+    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr, v_stride: tl.constexpr,
+    k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr,
+    softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr, allow_neg_eigval: tl.constexpr,
+    activated: tl.constexpr, use_qk_l2norm: tl.constexpr, has_sources: tl.constexpr, varlen: tl.constexpr,
+    has_writes: tl.constexpr, update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
+    epsilon: tl.constexpr,
 ):  # fmt: skip
-    """jax-triton 0.4: the pool is a Ref, then comes the output."""
-    packed_decode_step(
-        mixed_qkv, a, b, A_log, dt_bias, slots, sources, pool, out,
-        S, H, HV, K, V, BK, BV, scale, lower_bound, use_qk_l2norm, has_sources, largest, epsilon,
+    """jax-triton 0.4: the pool, a Ref where it is written, then the outputs. Also for a pool that is only read."""
+    _update(
+        q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, pool, out, states,
+        S, N, T, H, HV, K, V, BK, BV, q_stride, v_stride, k_start, v_start, scale, lower_bound, softplus_beta,
+        softplus_threshold, allow_neg_eigval, activated, use_qk_l2norm, has_sources, varlen, has_writes, update_state,
+        intermediate, largest, epsilon,
     )  # fmt: skip
 
 
 @triton.jit
-def kda_packed_decode_aliased(
-    mixed_qkv, a, b, A_log, dt_bias, slots, sources, pool, out, same_pool,
-    S: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr, use_qk_l2norm: tl.constexpr,
-    has_sources: tl.constexpr, largest: tl.constexpr, epsilon: tl.constexpr,
+def kda_update_aliased(
+    q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, pool, out, states, same_pool,
+    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr, v_stride: tl.constexpr,
+    k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr,
+    softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr, allow_neg_eigval: tl.constexpr,
+    activated: tl.constexpr, use_qk_l2norm: tl.constexpr, has_sources: tl.constexpr, varlen: tl.constexpr,
+    has_writes: tl.constexpr, update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
+    epsilon: tl.constexpr,
 ):  # fmt: skip
-    """jax-triton 0.3: the pool comes once more, behind the output, as the output that aliases it."""
-    packed_decode_step(
-        mixed_qkv, a, b, A_log, dt_bias, slots, sources, same_pool, out,
-        S, H, HV, K, V, BK, BV, scale, lower_bound, use_qk_l2norm, has_sources, largest, epsilon,
+    """jax-triton 0.3: the pool comes once more, behind the outputs, as the output that aliases it."""
+    _update(
+        q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, same_pool, out, states,
+        S, N, T, H, HV, K, V, BK, BV, q_stride, v_stride, k_start, v_start, scale, lower_bound, softplus_beta,
+        softplus_threshold, allow_neg_eigval, activated, use_qk_l2norm, has_sources, varlen, has_writes, update_state,
+        intermediate, largest, epsilon,
     )  # fmt: skip

@@ -6,8 +6,9 @@ import pytest
 from cases import POOL_DTYPES
 from support import lowered_text
 
+import kda_jax
 from kda_contracts import Sizes
-from kda_jax import mosaic_gpu
+from kda_jax import gates, mosaic_gpu
 
 KEY_SIZES = range(32, 257, 32)
 VALUE_SIZES = (16, 32, 48, 128)
@@ -63,7 +64,7 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
                 continue
             shapes = (B, 2 * K + 3 * V), (B, 3 * K), (B, 3), (3,), (3 * K,), (700, 3, V, K), (B,)
             dtypes = dtype, dtype, dtype, "float32", "float32", pool_dtype, "int32"
-            options = dict(scale=0.1, use_qk_l2norm=True, lower_bound=None if B == 1 else -5.0)
+            options = dict(maths=gates.Maths(0.1, True, None if B == 1 else -5.0))
             if len(programs) % 2:
                 shapes, dtypes = (*shapes, (B,)), (*dtypes, "int32")  # source_indices
             programs[config] = lowered_text(
@@ -77,11 +78,37 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
         assert text.count("@mosaic_gpu_v2") == 1
 
 
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("draft", ["", "returned", "slots", "accepted", "both"])
+def test_every_form_of_the_update_lowers_for_cuda(draft, varlen, pool_dtype):
+    options = dict(update_state=draft != "slots", implementation="mosaic_gpu", softplus_beta=2.0)
+    for B, T, N, S, K in ((1, 9, 3, 5, 64), (600, 2, 600, 700, 128)) if not varlen else ((1, 9, 3, 5, 64),):
+        struct = jax.ShapeDtypeStruct
+        shapes = dict(q=(B, T, 1, K), k=(B, T, 1, K), v=(B, T, 2, 32), a=(B, T, 2 * K), b=(B, T, 2))
+        if B == 1 and not varlen:
+            shapes, N = {name: (3, 3, *shape[2:]) for name, shape in shapes.items()}, 3
+        x = {name: struct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+        x |= dict(A_log=struct((2,), jnp.float32), dt_bias=struct((2 * K,), jnp.float32))
+        x |= dict(initial_state_source=struct((S, 2, 32, K), jnp.dtype(pool_dtype)))
+        x |= dict(initial_state_indices=struct((N,), jnp.int32))
+        if varlen:
+            x["cu_seqlens"] = struct((N + 1,), jnp.int32)
+        if draft in ("slots", "accepted", "both"):
+            x["intermediate_states"] = struct(shapes["b"][:2] if B != 1 or varlen else (3, 3), jnp.int32)
+        if draft in ("accepted", "both"):
+            x["num_accepted_tokens"] = struct((N,), jnp.int32)
+        if draft == "returned":
+            options["intermediate_states"] = True
+        text = lowered_text(lambda x: kda_jax.fused_sigmoid_gating_kda_update(**x, **options), x)
+        assert text.count("@mosaic_gpu_v2") == 1
+
+
 def test_one_lowering_serves_all_call_sites():
     sizes = sizes_of(32, 16, 2)
     shapes = (2, 112), (2, 96), (2, 3), (3,), (96,), (700, 3, 16, 32)
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    options = dict(sizes=sizes, scale=0.1, use_qk_l2norm=True, lower_bound=None, out_dtype=jnp.dtype("float32"))
+    options = dict(sizes=sizes, maths=gates.Maths(0.1, True), out_dtype=jnp.dtype("float32"))
 
     def layers(*x):
         pools = [x[5], x[5] + 1, x[5] + 2]

@@ -16,12 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kda_jax import triton_kernel
 
-capability, K, V, pool, lower_bound = eval(sys.argv[1])
-pointers = ["*bf16"] * 3 + ["*fp32"] * 2 + ["*i32"] * 2 + ["*" + pool, "*bf16"]
-names = ["mixed_qkv", "a", "b", "A_log", "dt_bias", "slots", "sources", "pool", "out"]
-constants = dict(S=9, H=1, HV=3, K=K, V=V, BK=triton.next_power_of_2(K), BV=4, scale=0.5, lower_bound=lower_bound,
-                 use_qk_l2norm=True, has_sources=True, largest=3.4e38, epsilon=1e-6)
-for kernel, extra in ((triton_kernel.kda_packed_decode, []), (triton_kernel.kda_packed_decode_aliased, ["same_pool"])):
+capability, K, V, T, pool, lower_bound = eval(sys.argv[1])
+pointers = ["*bf16"] * 5 + ["*fp32"] * 2 + ["*i32"] * 4 + ["*" + pool, "*bf16", "*" + pool]
+names = "q k v a b A_log dt_bias slots sources cu_seqlens writes pool out states".split()
+constants = dict(S=9, N=5, T=T, H=1, HV=3, K=K, V=V, BK=triton.next_power_of_2(K), BV=4, q_stride=K, v_stride=3 * V,
+                 k_start=0, v_start=0, scale=0.5, lower_bound=lower_bound, softplus_beta=1.0 if T == 1 else 0.5,
+                 softplus_threshold=20.0 if T == 1 else 10.0, allow_neg_eigval=T > 1, activated=T == 2,
+                 use_qk_l2norm=True, has_sources=True, varlen=T == 9, has_writes=T > 1, update_state=True,
+                 intermediate=T > 2, largest=3.4e38, epsilon=1e-6)
+for kernel, extra in ((triton_kernel.kda_update, []), (triton_kernel.kda_update_aliased, ["same_pool"])):
     signature = dict(zip(names + extra, pointers + ["*" + pool] * len(extra)))
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
@@ -36,10 +39,10 @@ print("compiled")
 @pytest.mark.parametrize(
     "case",
     [
-        (90, 128, 128, "fp32", None),
-        (90, 60, 24, "bf16", -5.0),
-        (80, 128, 128, "fp32", -5.0),
-        (80, 7, 100, "fp16", None),
+        (90, 128, 128, 1, "fp32", None),
+        (90, 60, 24, 4, "bf16", -5.0),
+        (80, 128, 128, 2, "fp32", -5.0),
+        (80, 7, 100, 9, "fp16", None),
     ],
     ids=str,
 )

@@ -13,7 +13,10 @@ from kda_contracts.judge import Sizes as Sizes
 from kda_contracts.judge import Violation as Violation
 from kda_contracts.judge import check as check
 from kda_contracts.kda import CHECKPOINT as CHECKPOINT
+from kda_contracts.kda import COMMIT as COMMIT
+from kda_contracts.kda import KDA_UPDATE as KDA_UPDATE
 from kda_contracts.kda import PACKED_DECODE as PACKED_DECODE
+from kda_contracts.kda import RECURRENT_KDA as RECURRENT_KDA
 from kda_contracts.normalize import normalize_a as normalize_a
 from kda_contracts.normalize import normalize_A_log as normalize_A_log
 from kda_contracts.normalize import normalize_dt_bias as normalize_dt_bias

@@ -1,8 +1,8 @@
 """The axis legend: one letter, one meaning, everywhere in code, docstrings, errors and tests."""
 
 AXES = {
-    "B": "rows of the decode batch (requests), padded rows included",
-    "T": "tokens per row",
+    "B": "rows of the decode batch (requests), padded rows included; 1 where sequences lie end to end (varlen)",
+    "T": "tokens per row (varlen: of all sequences together)",
     "N": "sequences",
     "S": "slots of the state pool",
     "H": "query/key heads; value head h reads key head h // (HV // H)",

@@ -1,11 +1,13 @@
 """How the sizes of a call are read from its shapes, and what overrules the pool."""
 
+import math
 from dataclasses import dataclass
 
 from kda_contracts import remedy
 from kda_contracts.arrays import known, shape_text
+from kda_contracts.axes import AXES
 
-POOL = "initial_state"
+POOL = "initial_state"  # of the packed contract
 WITNESSES = ("a", "b", "A_log", "dt_bias")  # agreeing with each other on HV and K, they overrule the pool
 
 
@@ -18,7 +20,31 @@ class Bound:
     pool_overruled: bool
 
 
-def bind(arrays):
+def bind(contract, arrays):
+    """The letters of a call: each from the first operand of `contract.sizes_from` that has it as an axis of its own."""
+    if contract.sizes_from:
+        return _bind_in_order(contract, arrays)
+    return _bind_packed(arrays)
+
+
+def _bind_in_order(contract, arrays):
+    sizes, sources = {}, []
+    for name in contract.sizes_from:
+        axes = contract.by_name[name].axes.split()
+        if name not in arrays or arrays[name].ndim != len(axes):
+            continue
+        new = {axis: n for axis, n in zip(axes, arrays[name].shape, strict=True) if axis in AXES and axis not in sizes}
+        if new:
+            sizes |= new
+            letters = ", ".join(f"{letter}={n}" for letter, n in new.items())
+            sources.append(f"{letters} from `{name}` {shape_text(arrays[name].shape)}")
+    pool = arrays.get(contract.pool)
+    if pool is not None and pool.ndim == 1 and all(known(sizes.get(x)) and sizes[x] for x in ("HV", "V", "K")):
+        sizes["S"] = pool.size // math.prod(sizes[x] for x in ("HV", "V", "K"))
+    return Bound(sizes, tuple(sources), False)
+
+
+def _bind_packed(arrays):
     """Reads S, HV, V, K from the pool, B and H from the packed row; agreeing witnesses overrule a pool."""
     sizes, sources = {}, []
     pool, packed = arrays.get(POOL), arrays.get("mixed_qkv")

@@ -1,26 +1,29 @@
 """check(): judges what a caller passes against a contract, and reports every violation at once."""
 
 import math
-import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kda_contracts import remedy
 from kda_contracts.arrays import (
     ArrayFacts,
     compact,
-    dtype_name,
     facts,
     is_array,
+    known,
     last_axis_contiguous,
     shape_text,
 )
-from kda_contracts.bind import POOL, Bound, bind, differ, packed_fault, packed_sizes
-from kda_contracts.spec import Contract, Operand, Option, Rule, axis_value
+from kda_contracts.bind import Bound, bind, differ, packed_fault, packed_sizes
+from kda_contracts.options import judge_option, one_of
+from kda_contracts.spec import Contract, Operand, Option, Rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sizes:
-    """The sizes of one call, by the letters of the legend. A symbolic dimension stays symbolic."""
+    """The sizes of one call, by the letters of the legend; 0 or None for one that its contract does not have.
+
+    A symbolic dimension stays symbolic.
+    """
 
     B: int
     H: int
@@ -28,6 +31,11 @@ class Sizes:
     K: int
     V: int
     S: int
+    T: int | None = None
+    N: int | None = None
+
+    def __repr__(self):
+        return f"Sizes({', '.join(f'{letter}={x}' for letter, x in vars(self).items() if x is not None)})"
 
 
 @dataclass(frozen=True)
@@ -84,17 +92,18 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
     if missing := [o.name for o in contract.operands if o.required and o.name not in given]:
         raise TypeError(f"{contract.name}: missing {', '.join(missing)}")
     arrays = {o.name: facts(given[o.name]) for o in contract.operands if is_array(given.get(o.name))}
-    bound = bind(arrays)
+    bound = bind(contract, arrays)
     violations: list[Violation] = []
     for number, rule in enumerate(contract.rules, 1):
         for argument in rule.arguments.split():
-            if argument not in given or any(violation.argument == argument for violation in violations):
+            absent = argument not in given and rule.kind != "needed"
+            if absent or any(violation.argument == argument for violation in violations):
                 continue
             if found := _judge(contract, rule, argument, given, arrays, bound):
                 violations.append(Violation(number, argument, *found))
     if violations:
         raise ContractError(_report(contract, violations, bound), tuple(violations))
-    return Sizes(**{letter: bound.sizes[letter] for letter in Sizes.__dataclass_fields__})
+    return Sizes(**dict.fromkeys(("B", "H", "HV", "K", "V", "S"), 0) | bound.sizes)
 
 
 def _absent(contract, name, x):
@@ -107,9 +116,12 @@ def _absent(contract, name, x):
 def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: dict, bound: Bound):
     """(headline, details) where the argument breaks the rule, else None."""
     entry, sizes = contract.by_name[argument], bound.sizes
-    words = {letter: sizes.get(letter, "?") for letter in ("B", "H", "HV", "K", "V", "S")} | {"argument": argument}
+    words = {field.name: sizes.get(field.name, "?") for field in fields(Sizes)} | {"argument": argument}
+    if rule.kind == "needed":
+        lonely = argument not in given and rule.unless not in given
+        return (rule.message, ("None stands for zeros only beside it",)) if lonely else None
     if isinstance(entry, Option):
-        found = _judge_option(rule.kind, entry, given[argument])
+        found = judge_option(rule.kind, entry, given[argument])
         if found is None:
             return None
         allowed, got, cure = found
@@ -117,32 +129,33 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     if argument not in arrays:
         return f"`{argument}` must be an array (got {type(given[argument]).__name__}).", (_expectation(entry, sizes),)
     array = arrays[argument]
-    if rule.kind == "rank" and argument == POOL and bound.pool_overruled:
-        return _pool_violation(array, sizes)
-    broken, extra = _breaks(rule.kind, argument, entry, arrays, sizes)
+    if rule.kind == "rank" and argument == contract.pool and bound.pool_overruled:
+        return _pool_violation(argument, array, sizes)
+    broken, extra = _breaks(contract, rule.kind, argument, arrays, sizes)
     if not broken:
         return None
     wanted = entry.shape(sizes)
     complete = None not in wanted
     words |= {"wanted": shape_text(wanted) if complete else entry.expected}
     words |= {"elements": math.prod(wanted) if complete else "?"}
-    words |= {"allowed": _one_of(entry.dtypes), "got": array.dtype, "array": array} | extra
+    words |= {"allowed": one_of(entry.dtypes), "got": array.dtype, "array": array} | extra
+    words |= {"expected": entry.expected, "form": "varlen" if "cu_seqlens" in given else "dense"}
     words |= {name: arrays.get(name, ArrayFacts((), "none")) for name in contract.by_name if name in given}
-    if rule.kind in ("rank", "shape", "batch") or rule.kind.startswith("packed"):
+    if rule.kind in ("rank", "shape", "layout", "batch", "heads", "numel", "form") or rule.kind.startswith("packed"):
         lines = (f"{_expectation(entry, sizes)}, got {array}", remedy.for_shape(argument, entry, arrays, sizes))
     elif rule.kind == "dtype":
         lines = (f"got {array}", remedy.for_dtype(argument, array.dtype))
     elif rule.kind == "device":
-        lines = (f"on {array.device}, but `mixed_qkv` is on {arrays['mixed_qkv'].device}",)
+        lines = (f"on {array.device}, but `{contract.anchor}` is on {arrays[contract.anchor].device}",)
     else:
         lines = (f"got {array} with strides {shape_text(array.strides)} (in elements)", remedy.LAYOUT)
     head, *rest = [line for line in lines if line]
     return rule.message.format(**words), (f"`{argument}`: {head}" if rule.shared else head, *rest)
 
 
-def _breaks(kind, argument, entry, arrays, sizes):
+def _breaks(contract, kind, argument, arrays, sizes):
     """(whether the array breaks a rule of this kind, further words for its message)."""
-    array = arrays[argument]
+    array, entry = arrays[argument], contract.by_name[argument]
     if kind == "rank":
         return array.ndim != len(entry.axes.split()), {}
     if kind == "last_axis":
@@ -150,15 +163,24 @@ def _breaks(kind, argument, entry, arrays, sizes):
     if kind == "contiguous":
         return not compact(array, array.ndim), {}
     if kind == "compact":
-        return not compact(array, 3), {}
+        return not compact(array, 3), {"strides": shape_text(array.strides or ())}
     if kind == "device":
-        first = arrays.get("mixed_qkv")
+        first = arrays.get(contract.anchor)
         return None not in (first, array.device, first and first.device) and array.device != first.device, {}
     if kind == "batch":
         return differ(array.shape[0], sizes.get("B")), {}
     if kind == "shape":
-        wanted = [axis_value(axis, sizes) for axis in entry.axes.split()]
-        return array.ndim != len(wanted) or any(map(differ, array.shape, wanted)), {}
+        return not _has_shape(array, entry.shape(sizes)), {}
+    if kind == "layout":
+        return not any(_has_shape(array, shape) for shape in entry.shapes(sizes)), {}
+    if kind == "numel":
+        return differ(array.size, math.prod(wanted)) if None not in (wanted := entry.shape(sizes)) else False, {}
+    if kind == "form":
+        varlen = "cu_seqlens" in arrays
+        return differ(sizes.get("B"), 1 if varlen else sizes.get("N")), {"wanted_rows": 1 if varlen else "N"}
+    if kind == "heads":
+        H, HV = sizes.get("H"), sizes.get("HV")
+        return known(H) and known(HV) and (H == 0 or HV == 0 or HV % H != 0), {}
     if kind == "dtype":
         return array.dtype not in entry.dtypes, {}
     width, q_size = packed_sizes(array, sizes)
@@ -169,55 +191,14 @@ def _breaks(kind, argument, entry, arrays, sizes):
     }
 
 
-def _judge_option(kind, option, value):
-    """(what is allowed, what came, remedy lines) where an option breaks a rule of this kind, else None."""
-    shown = f"{type(value).__name__} {value!r:.60}"
-    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-    if kind == "dtype":
-        name = shown if is_array and not isinstance(value, type) else dtype_name(value)
-        return None if name in option.dtypes else (_one_of(option.dtypes), name, ())
-    allowed = {
-        "flag": "True or False",
-        "positive": "a finite number above 0",
-        "negative": "a finite number below 0",
-    }[option.kind]
-    if is_array and value.shape != ():
-        return allowed, shown, ()
-    is_bool = isinstance(value, bool) or (is_array and dtype_name(value.dtype) == "bool")
-    if is_bool != (option.kind == "flag") or isinstance(value, (str, bytes)):
-        return allowed, shown, ()
-    try:
-        number = float(value)
-    except TypeError as error:
-        if not is_array:
-            return allowed, shown, ()
-        raise TypeError(
-            f"`{option.name}` must be static, known while tracing (got {type(value).__name__}); "
-            f"close over it or mark it with static_argnames"
-        ) from error
-    except (OverflowError, ValueError):
-        return allowed, shown, ()
-    if option.kind == "flag":
-        return None
-    held = _as_float32(number)
-    if math.isfinite(held) and (held > 0 if option.kind == "positive" else held < 0):
-        return None
-    if held != number and math.isfinite(number):
-        return allowed, number, (f"in float32 it is {held}",)
-    return allowed, number, remedy.for_option(option.name, number)
+def _has_shape(array, wanted):
+    return array.ndim == len(wanted) and not any(map(differ, array.shape, wanted))
 
 
-def _as_float32(number):
-    try:
-        return struct.unpack("f", struct.pack("f", number))[0]
-    except OverflowError:
-        return math.copysign(math.inf, number)
-
-
-def _pool_violation(pool, sizes):
+def _pool_violation(name, pool, sizes):
     HV, K = sizes["HV"], sizes["K"]
     headline = (
-        f"`{POOL}` must be [S, HV, V, K] with HV={HV}, K={K} as `a`, `b`, `A_log` and `dt_bias` have it "
+        f"`{name}` must be [S, HV, V, K] with HV={HV}, K={K} as `a`, `b`, `A_log` and `dt_bias` have it "
         f"(got {shape_text(pool.shape)})"
     )
     return headline, remedy.for_pool(pool.shape, HV, K)
@@ -227,10 +208,6 @@ def _expectation(operand, sizes):
     """'expected [HV*K] = (256,)', without the numbers where a letter is not known."""
     wanted = operand.shape(sizes)
     return f"expected {operand.expected}" + ("" if None in wanted else f" = {shape_text(wanted)}")
-
-
-def _one_of(names):
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _report(contract, violations, bound):

@@ -81,6 +81,159 @@ PACKED_DECODE = Contract(
         Rule("option", "scale lower_bound use_qk_l2norm_in_kernel", "`{argument}` must be {allowed} (got {got})."),
         Rule("compact", "initial_state", "`initial_state` must hold each slot's [HV, V, K] block compactly."),
     ),
+    pool="initial_state",
+    anchor="mixed_qkv",
+)
+
+# Several tokens a sequence, dense (B == N) or, with cu_seqlens, end to end (B == 1).
+_TOKENS = (
+    Operand("q", "B T H K", FLOATS, "queries"),
+    Operand("k", "B T H K", FLOATS, "keys"),
+    Operand("v", "B T HV V", FLOATS, "values"),
+)
+_DRAFT = (
+    Operand(
+        "cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last one ends", required=False
+    ),
+    Operand(
+        "intermediate_states",
+        "B T",
+        INDICES,
+        "slot that the state after each token is written to; outside [0, S): not written",
+        required=False,
+    ),
+    Operand("num_accepted_tokens", "N", INDICES, "which of those slots a sequence starts from", required=False),
+)
+_UPDATE_OPTIONS = (
+    Option("scale", "positive", "factor on q"),
+    Option("use_qk_l2norm_in_kernel", "flag", "whether q and k are l2-normalized first"),
+    Option("update_state", "flag", "whether the pool takes the state after the last token"),
+    Option("out_dtype", "dtype", "dtype of out", FLOATS),
+)
+_UPDATE_RESULTS = (
+    Operand("out", "B T HV V", FLOATS, "the read-out"),
+    Operand("state", "S HV V K", FLOATS, "the updated pool"),
+)
+
+
+def _update_rules(pool, slots, gates, options, *own):
+    """The rules of an operator over several tokens; `own` are those of its gates, before the pool's."""
+    operands = f"q k v {gates} {pool} {slots} cu_seqlens intermediate_states num_accepted_tokens"
+    return (
+        Rule("rank", "q k v", "`{argument}` must be a 4D tensor (got ndim={array.ndim})."),
+        Rule("rank", slots, "`{argument}` must be 1D (got ndim={array.ndim})."),
+        Rule("device", operands.removeprefix("q "), "All inputs must be on the same device."),
+        Rule("shape", "k v", "`{argument}` must have shape {wanted} (got {array.shape})."),
+        Rule("heads", "v", "Invalid head config: HV={HV} must be a multiple of H={H}."),
+        Rule("form", "q", "`q` of a {form} call must have {wanted_rows} rows (got B={B} for N={N} sequences)."),
+        Rule("shape", "cu_seqlens", "`cu_seqlens` must have shape [N+1] (got {array.shape}; expected {wanted})."),
+        *own,
+        Rule("layout", pool, f"Unexpected {pool} shape: {{array.shape}}"),
+        Rule(
+            "compact",
+            pool,
+            "KDA decode requires a compact per-slot [HV, V, K] state block; got strides {strides} "
+            "for shape {array.shape}",
+        ),
+        Rule(
+            "shape",
+            "intermediate_states num_accepted_tokens",
+            "`{argument}` must have shape {wanted} (got {array.shape}).",
+        ),
+        Rule("dtype", f"{operands} out_dtype", "`{argument}` must be {allowed} (got {got})."),
+        Rule("option", options, "`{argument}` must be {allowed} (got {got})."),
+    )
+
+
+KDA_UPDATE = Contract(
+    name="kda_jax.fused_sigmoid_gating_kda_update",
+    operands=(
+        Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head", required=False),
+        Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)", required=False),
+        *_TOKENS,
+        Operand("a", "B T HV*K", FLOATS, "raw forget-gate input", also=("B T HV K",)),
+        Operand("b", "B T HV", FLOATS, "raw beta logits, before the sigmoid", also=("B T HV",)),
+        Operand("initial_state_source", "S HV V K", FLOATS, "the whole state pool", also=("S*HV*V*K",)),
+        Operand("initial_state_indices", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
+        *_DRAFT,
+    ),
+    results=_UPDATE_RESULTS,
+    options=(
+        *_UPDATE_OPTIONS,
+        Option("lower_bound", "negative", "lower bound of the log decay (safe gate)"),
+        Option("softplus_beta", "positive", "sharpness of the softplus"),
+        Option("softplus_threshold", "number", "above it, times the sharpness, the softplus is the identity"),
+        Option("allow_neg_eigval", "flag", "whether the sigmoid of b is doubled"),
+    ),
+    # First lines as the operator's own, where it has the check.
+    rules=_update_rules(
+        "initial_state_source",
+        "initial_state_indices",
+        "A_log dt_bias a b",
+        "scale lower_bound use_qk_l2norm_in_kernel update_state softplus_beta softplus_threshold allow_neg_eigval",
+        Rule("needed", "A_log", "`A_log` may be None only with a `lower_bound`.", unless="lower_bound"),
+        Rule("numel", "A_log", "Unexpected A_log shape: {array.shape}; expected numel={HV}"),
+        Rule("numel", "dt_bias", "Unexpected dt_bias shape: {array.shape}; expected numel={elements}"),
+        Rule("layout", "a b", "Unexpected {argument} shape for {form}: {array.shape}"),
+    ),
+    pool="initial_state_source",
+    anchor="q",
+    sizes_from=("q", "v", "initial_state_indices", "initial_state_source"),
+)
+
+RECURRENT_KDA = Contract(
+    name="kda_jax.recurrent_kda",
+    operands=(
+        *_TOKENS,
+        Operand("log_decay", "B T HV K", FLOATS, "natural log of the decay, <= 0"),
+        Operand("beta", "B T HV", FLOATS, "update strength, after the sigmoid"),
+        Operand("initial_state", "S HV V K", FLOATS, "the whole state pool"),
+        Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
+        *_DRAFT,
+    ),
+    results=_UPDATE_RESULTS,
+    options=_UPDATE_OPTIONS,
+    rules=_update_rules(
+        "initial_state",
+        "slots",
+        "log_decay beta",
+        "scale use_qk_l2norm_in_kernel update_state",
+        Rule("shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."),
+    ),
+    pool="initial_state",
+    anchor="q",
+    sizes_from=("q", "v", "slots", "initial_state"),
+)
+
+COMMIT = Contract(
+    name="kda_jax.commit",
+    operands=(
+        Operand("pool", "S HV V K", FLOATS, "the whole state pool"),
+        Operand("intermediate", "B T HV V K", FLOATS, "the states after every token"),
+        Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): passed over"),
+        Operand("num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"),
+        Operand(
+            "cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last ends", required=False
+        ),
+    ),
+    results=(Operand("state", "S HV V K", FLOATS, "the updated pool"),),
+    options=(),
+    rules=(
+        Rule("rank", "pool intermediate slots", "`{argument}` must be {expected} (got ndim={array.ndim})."),
+        Rule("device", "intermediate slots num_accepted cu_seqlens", "All inputs must be on the same device."),
+        Rule(
+            "form", "intermediate", "`intermediate` of a {form} call must have {wanted_rows} rows (got B={B}, N={N})."
+        ),
+        Rule(
+            "shape",
+            "intermediate num_accepted cu_seqlens",
+            "`{argument}` must have shape {wanted} (got {array.shape}).",
+        ),
+        Rule("dtype", "pool intermediate slots num_accepted cu_seqlens", "`{argument}` must be {allowed} (got {got})."),
+    ),
+    pool="pool",
+    anchor="pool",
+    sizes_from=("pool", "intermediate", "slots"),
 )
 
 

@@ -12,7 +12,7 @@ def for_shape(argument, operand, arrays, sizes):
     array, wanted = arrays[argument], operand.shape(sizes)
     if not all(map(known, array.shape)):
         return None
-    cures = {"a": _gate, "b": _beta, "A_log": _rate, "dt_bias": _bias, "mixed_qkv": _packed}
+    cures = {"q": _sequences, "a": _gate, "b": _beta, "A_log": _rate, "dt_bias": _bias, "mixed_qkv": _packed}
     if argument in cures and (cure := cures[argument](array, arrays, sizes)):
         return cure
     if None not in wanted and array.ndim != len(wanted) and array.size == math.prod(wanted):
@@ -116,23 +116,47 @@ def _swapped_weights(arrays, HV, K):
 
 
 def _gate(array, arrays, sizes):
-    HV, K, B = sizes.get("HV"), sizes.get("K"), sizes.get("B")
-    if not (known(HV) and known(K) and known(B)):
+    HV, K, leading = sizes.get("HV"), sizes.get("K"), _leading(sizes)
+    if leading is None or not (known(HV) and known(K)):
         return None
-    if array.shape == (B, HV) and "b" in arrays and arrays["b"].shape == (B, HV * K):
+    tokens = math.prod(leading)
+    if K > 1 and array.size == tokens * HV and "b" in arrays and arrays["b"].size == tokens * HV * K:
         return "this looks like `a` and `b` swapped"
-    if array.size == B * HV * K:
-        return f"the same elements in another shape: a.reshape({B}, {HV * K}), or kda_contracts.normalize_a"
-    if array.shape == (B, HV):
+    if array.size == tokens * HV * K:
+        other = ", or kda_contracts.normalize_a" if len(leading) == 1 else ""
+        return f"the same elements in another shape: a.reshape({', '.join(map(str, (*leading, HV * K)))}){other}"
+    if array.size == tokens * HV:
         return f"one gate per head is GDN's; KDA has one per (head, channel), HV*K={HV * K} a row"
     return None
 
 
 def _beta(array, arrays, sizes):
-    HV, K, B = sizes.get("HV"), sizes.get("K"), sizes.get("B")
-    if known(HV) and known(K) and array.shape == (B, HV * K) and "a" in arrays and arrays["a"].shape == (B, HV):
+    HV, K, leading = sizes.get("HV"), sizes.get("K"), _leading(sizes)
+    if leading is None or not (known(HV) and known(K)) or K == 1 or "a" not in arrays:
+        return None
+    tokens = math.prod(leading)
+    if array.size == tokens * HV * K and arrays["a"].size == tokens * HV:
         return "this looks like `a` and `b` swapped"
     return None
+
+
+def _sequences(array, arrays, sizes):
+    B, T, N = sizes.get("B"), sizes.get("T"), sizes.get("N")
+    if array.ndim != 4 or not all(map(known, (B, T, N))):
+        return None
+    if "cu_seqlens" in arrays and B == N:
+        return "one row a sequence is the dense form: leave cu_seqlens out"
+    if "cu_seqlens" in arrays:
+        return f"sequences lie end to end along axis 1: q.reshape(1, {B * T}, ...), and k, v, a, b likewise"
+    if B == 1 and T == N:
+        return "this looks like sequences of one token, end to end: pass cu_seqlens=jnp.arange(N + 1)"
+    return "sequences that lie end to end need cu_seqlens" if B == 1 else None
+
+
+def _leading(sizes):
+    """The axes of rows and tokens, in numbers: (B,) of a packed row, (B, T) of several tokens; None if not known."""
+    leading = tuple(sizes[letter] for letter in ("B", "T") if letter in sizes)
+    return leading if leading and all(map(known, leading)) else None
 
 
 def _packed(array, arrays, sizes):

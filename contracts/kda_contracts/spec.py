@@ -9,13 +9,17 @@ from kda_contracts.axes import AXES
 
 @dataclass(frozen=True)
 class Operand:
-    """One array of an operator: `axes` such as "B HV*K", the dtypes it may have, what it means."""
+    """One array of an operator: `axes` such as "B HV*K", the dtypes it may have, what it means.
+
+    `also` has other axes under which it may come; of all of them, an axis B or T of length 1 may be left out.
+    """
 
     name: str
     axes: str
     dtypes: tuple[str, ...]
     meaning: str
     required: bool = True
+    also: tuple[str, ...] = ()
 
     @property
     def expected(self):
@@ -25,6 +29,16 @@ class Operand:
     def shape(self, sizes) -> tuple:
         """The shape in numbers, None where a letter is not known."""
         return tuple(axis_value(axis, sizes) for axis in self.axes.split())
+
+    def shapes(self, sizes) -> list[tuple]:
+        """All shapes that the operand may have, in numbers."""
+        shapes = []
+        for axes in (self.axes, *self.also):
+            axes = axes.split()
+            shapes.append(tuple(axis_value(axis, sizes) for axis in axes))
+            unit = [axis for axis in ("B", "T") if axis in axes and sizes.get(axis) == 1]
+            shapes += [tuple(axis_value(axis, sizes) for axis in axes if axis != left_out) for left_out in unit]
+        return list(dict.fromkeys(shapes))
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Option:
-    """One static option. `kind` is "positive" or "negative" (a finite number, or None), "flag" or "dtype"."""
+    """One static option. `kind` is "positive", "negative" or "number" (finite, or None), "flag" or "dtype"."""
 
     name: str
     kind: str
@@ -55,11 +69,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition: what is judged (`kind`, see judge.py), on which arguments, and the first line of its error."""
+    """One condition: what is judged (`kind`, see judge.py), on which arguments, and the first line of its error.
+
+    `unless`, of the kind "needed", names the argument beside which this one may be left out.
+    """
 
     kind: str
     arguments: str
     message: str
+    unless: str | None = None
 
     @property
     def shared(self):
@@ -69,13 +87,20 @@ class Rule:
 
 @dataclass(frozen=True)
 class Contract:
-    """An operator's operands, options and rules. The rules are numbered from 1 in the order of `rules`."""
+    """An operator's operands, options and rules. The rules are numbered from 1 in the order of `rules`.
+
+    `pool` names the state pool, `anchor` the operand whose device the others share, `sizes_from` the operands that the
+    letters are read from, in order (none: as bind.py reads a packed row).
+    """
 
     name: str
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     options: tuple[Option, ...]
     rules: tuple[Rule, ...]
+    pool: str = ""
+    anchor: str = ""
+    sizes_from: tuple[str, ...] = ()
     by_name: dict = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):

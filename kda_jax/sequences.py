@@ -1,0 +1,51 @@
+"""Sequences that lie end to end: their boundaries, checked on the host."""
+
+import itertools
+
+import jax
+import numpy as np
+
+from kda_contracts import ContractError
+
+
+def validate_cu_seqlens(cu_seqlens, total):
+    """Checks where sequences start and end, on the host, before a step: the ops check no value.
+
+    Args:
+      cu_seqlens: `[N+1]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its device): sequence n
+        is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`. Equal neighbours are an empty sequence.
+      total: T, the tokens of all sequences together. Tokens that fill up a batch to a compiled size belong to a last,
+        padded sequence.
+
+    Raises:
+      ContractError: they do not start at 0, decrease, or do not end at the total.
+      TypeError: they are traced, or not integers.
+
+    >>> validate_cu_seqlens([0, 3, 3, 8], 8)
+    >>> validate_cu_seqlens([0, 5, 3], 8)
+    Traceback (most recent call last):
+    ...
+    kda_contracts.judge.ContractError: kda_jax.validate_cu_seqlens: the boundaries break the contract
+      cu_seqlens[2] is 3, less than cu_seqlens[1], which is 5: a sequence cannot end before it starts
+      cu_seqlens[2], the last, is 3: it must be 8, the number of tokens
+    """
+    if isinstance(cu_seqlens, jax.core.Tracer):
+        raise TypeError("kda_jax.validate_cu_seqlens reads values, which a traced array has not: call it outside jit")
+    bounds = np.asarray(cu_seqlens)
+    if bounds.ndim != 1 or bounds.size < 1 or bounds.dtype.kind not in "iu":
+        raise TypeError(f"kda_jax.validate_cu_seqlens takes [N+1] integers (got {bounds.shape} {bounds.dtype})")
+    bounds = bounds.tolist()
+    faults = [] if bounds[0] == 0 else [f"cu_seqlens[0] is {bounds[0]}: the first sequence starts at 0"]
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if end < start:
+            faults.append(
+                f"cu_seqlens[{n + 1}] is {end}, less than cu_seqlens[{n}], which is {start}: "
+                "a sequence cannot end before it starts"
+            )
+    if bounds[-1] != total:
+        faults.append(
+            f"cu_seqlens[{len(bounds) - 1}], the last, is {bounds[-1]}: it must be {total}, the number of tokens"
+        )
+    if faults:
+        shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
+        raise ContractError("\n  ".join(["kda_jax.validate_cu_seqlens: the boundaries break the contract", *shown]))

@@ -1,0 +1,308 @@
+"""Several tokens a sequence: the unpacked operator with its gates, and the recurrence for whoever has them."""
+
+import jax
+import jax.numpy as jnp
+
+from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError, check
+from kda_jax import dispatch, reference
+from kda_jax.gates import Maths
+from kda_jax.slots import as_int32, is_ref
+
+
+def fused_sigmoid_gating_kda_update(
+    A_log,
+    dt_bias,
+    q,
+    k,
+    v,
+    a,
+    b,
+    initial_state_source,
+    initial_state_indices,
+    *,
+    cu_seqlens=None,
+    scale=None,
+    use_qk_l2norm_in_kernel=True,
+    lower_bound=None,
+    softplus_beta=1.0,
+    softplus_threshold=20.0,
+    allow_neg_eigval=False,
+    update_state=True,
+    intermediate_states=False,
+    num_accepted_tokens=None,
+    out_dtype=None,
+    implementation="auto",
+):
+    """Kimi Delta Attention over one or several tokens of each sequence, with its gates, against a pool of states.
+
+    The recurrence, the gates and the rules of slots are those of `packed_decode`, token after token. The state is read
+    once, kept in float32, rounded to the pool's dtype after every token, and written once, so that T tokens in one call
+    are T calls of one token.
+
+    Dense: B = N sequences of T tokens. With `cu_seqlens` (varlen): B = 1, and N sequences of unequal length lie end to
+    end along T. An empty sequence reads and writes nothing. A padded sequence's `out` is zero, like that of a token
+    that no sequence holds. What is said of arrays' axes B, T holds for both; of them, one of length 1 may be left out
+    in `a` and `b`.
+
+    Args:
+      A_log: `[HV]` float32, bfloat16 or float16, in any shape of HV elements; natural log of the decay rate. None,
+        only with a `lower_bound`, is a rate of 1.
+      dt_bias: `[HV*K]` float32, bfloat16 or float16, in any shape of HV*K elements; added to `a`. None is 0.
+      q: `[B, T, H, K]` bfloat16, float16 or float32; queries.
+      k: `[B, T, H, K]` bfloat16, float16 or float32; keys.
+      v: `[B, T, HV, V]` bfloat16, float16 or float32; values.
+      a: `[B, T, HV*K]` bfloat16, float16 or float32, or `[B, T, HV, K]`; raw forget-gate input.
+      b: `[B, T, HV]` bfloat16, float16 or float32; raw beta logits.
+      initial_state_source: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`; or flat, an array
+        of S*HV*V*K elements. The whole pool.
+      initial_state_indices: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded one.
+      cu_seqlens: None, or `[N+1]` int32 or int64: sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`
+        (`validate_cu_seqlens` checks the values on the host).
+      scale: factor on q, a static finite number > 0; None is `K**-0.5`.
+      use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
+      lower_bound: None for the softplus gate, or a static finite number < 0 for the safe gate.
+      softplus_beta, softplus_threshold: the softplus is `log(1 + exp(beta * x)) / beta`, and x where `beta * x` is
+        above the threshold. The softplus gate only.
+      allow_neg_eigval: whether beta is doubled, to `(0, 2)`.
+      update_state: whether the slot takes the state after the last token. False leaves it alone: a draft is verified.
+      intermediate_states: False; or True, to return the state after every token; or `[B, T]` int8 to int64, slots of
+        the pool that take it (outside `[0, S)`: not kept). The slot of the last token is written last.
+      num_accepted_tokens: None, or `[N]` int8 to int64, with slots in `intermediate_states`: sequence n starts from
+        the state that the last call left in its slot of token `num_accepted_tokens[n] - 1`, or, where that is 0, in
+        its own slot. So a rejected draft costs nothing.
+      out_dtype: dtype of `out`; None is that of `v`.
+      implementation: "auto", "mosaic_gpu", "triton" or "xla", as in `packed_decode`.
+
+    Returns:
+      out: `[B, T, HV, V]`.
+      state: the updated pool, shaped as it came; None if a Ref came in.
+      intermediate: `[B, T, HV, V, K]` in the pool's dtype, zeros for padded sequences; only if `intermediate_states` is
+        True.
+
+    Effects:
+      As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
+
+    Raises:
+      ContractError, TypeError, NotImplementedError: as `packed_decode`.
+
+    Source: SGLang's `cutedsl_fused_sigmoid_gating_kda_update`; what goes past it follows FLA's recurrent KDA.
+
+    >>> import jax, jax.numpy as jnp
+    >>> q, k = jnp.array([[[[3.0, 4.0]]]]), jnp.array([[[[0.0, 2.0]]]])
+    >>> v, zero = jnp.array([[[[1.0, -1.0]]]]), jnp.zeros((1, 1, 1, 2))
+    >>> pool = jnp.zeros((3, 1, 2, 2)).at[2, 0].set(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+    >>> out, state = fused_sigmoid_gating_kda_update(jnp.zeros(1), None, q, k, v, zero, zero[..., 0], pool,
+    ...     jnp.array([2]), scale=1.0, use_qk_l2norm_in_kernel=False)
+    >>> out.ravel().tolist(), state[2, 0].tolist()
+    ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
+    """
+    operands = dict(A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, initial_state_source=initial_state_source)
+    operands |= dict(initial_state_indices=initial_state_indices, cu_seqlens=cu_seqlens)
+    gate = dict(lower_bound=lower_bound, softplus_beta=softplus_beta, softplus_threshold=softplus_threshold)
+    return _run(
+        KDA_UPDATE,
+        operands,
+        dict(intermediate_states=intermediate_states, num_accepted_tokens=num_accepted_tokens),
+        dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=update_state),
+        gate | dict(allow_neg_eigval=allow_neg_eigval),
+        out_dtype=out_dtype,
+        implementation=implementation,
+    )
+
+
+def recurrent_kda(
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    initial_state,
+    slots,
+    *,
+    cu_seqlens=None,
+    scale=None,
+    use_qk_l2norm_in_kernel=False,
+    update_state=True,
+    intermediate_states=False,
+    num_accepted_tokens=None,
+    out_dtype=None,
+    implementation="auto",
+):
+    """The recurrence of Kimi Delta Attention for whoever has the decay and beta already, against a pool of states.
+
+    Args:
+      q: `[B, T, H, K]` bfloat16, float16 or float32; queries.
+      k: `[B, T, H, K]` bfloat16, float16 or float32; keys.
+      v: `[B, T, HV, V]` bfloat16, float16 or float32; values.
+      log_decay: `[B, T, HV, K]` float32, bfloat16 or float16; natural log of the decay per key channel, <= 0.
+      beta: `[B, T, HV]` float32, bfloat16 or float16; update strength, after the sigmoid.
+      initial_state: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`; the whole pool.
+      slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded one.
+      cu_seqlens, scale, use_qk_l2norm_in_kernel, update_state, intermediate_states, num_accepted_tokens, out_dtype,
+      implementation: as in `fused_sigmoid_gating_kda_update`.
+
+    Returns:
+      out: `[B, T, HV, V]`.
+      state: `[S, HV, V, K]`, the updated pool; None if a Ref came in.
+      intermediate: `[B, T, HV, V, K]` in the pool's dtype; only if `intermediate_states` is True.
+
+    Effects:
+      As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
+
+    Raises:
+      ContractError, TypeError, NotImplementedError: as `packed_decode`.
+
+    Source: FLA's `fused_recurrent_kda`, with V before K in the state.
+
+    >>> import jax.numpy as jnp
+    >>> q, k = jnp.array([[[[3.0, 4.0]]]]), jnp.array([[[[0.0, 2.0]]]])
+    >>> v, log_decay = jnp.array([[[[1.0, -1.0]]]]), jnp.full((1, 1, 1, 2), -jnp.log(2.0))
+    >>> pool = jnp.array([[[[1.0, 2.0], [3.0, 4.0]]]])
+    >>> out, state = recurrent_kda(q, k, v, log_decay, jnp.full((1, 1, 1), 0.5), pool, jnp.array([0]), scale=1.0)
+    >>> out.ravel().tolist(), state[0, 0].tolist()
+    ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
+    """
+    operands = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots)
+    return _run(
+        RECURRENT_KDA,
+        operands | dict(cu_seqlens=cu_seqlens),
+        dict(intermediate_states=intermediate_states, num_accepted_tokens=num_accepted_tokens),
+        dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=update_state),
+        {},
+        out_dtype=out_dtype,
+        implementation=implementation,
+    )
+
+
+def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
+    """Advances the pool by the accepted tokens of a verified draft, and by no others.
+
+    Args:
+      pool: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`.
+      intermediate: `[B, T, HV, V, K]` of the pool's dtype: the states after every token, as `intermediate_states=True`
+        returns them.
+      slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: passed over.
+      num_accepted: `[N]` int8 to int64, 0 to the sequence's length. 0 leaves the slot as it is.
+      cu_seqlens: as it was in the call that made the states.
+
+    Returns:
+      The pool; None for a Ref.
+
+    Effects:
+      As `packed_decode`: in place where the pool is donated inside `jit`, or a Ref.
+
+    Raises:
+      ContractError: a shape or dtype does not fit.
+
+    >>> import jax.numpy as jnp
+    >>> states = jnp.arange(1.0, 7.0).reshape(2, 3, 1, 1, 1)            # two sequences of three drafted tokens
+    >>> commit(jnp.zeros((4, 1, 1, 1)), states, jnp.array([3, 0]), jnp.array([2, 0])).ravel().tolist()
+    [0.0, 0.0, 0.0, 2.0]
+    """
+    arrays = dict(pool=pool, intermediate=intermediate, slots=slots, num_accepted=num_accepted, cu_seqlens=cu_seqlens)
+    arrays = dispatch.without_layout(arrays)
+    check(COMMIT, **arrays)
+    dispatch.refuse_what_holds_no_values(COMMIT, arrays)
+    indices = (None if x is None else as_int32(x) for x in list(arrays.values())[2:])
+    return _commit(pool, arrays["intermediate"], *indices)
+
+
+@jax.jit
+def _commit(pool, intermediate, slots, accepted, cu_seqlens):
+    state = pool[...] if is_ref(pool) else jnp.asarray(pool)
+    S, (B, T) = state.shape[0], intermediate.shape[:2]
+    if 0 not in (B, T, S):
+        advanced = (slots >= 0) & (slots < S) & (accepted > 0)
+        last = _last_accepted(accepted, (B, T), cu_seqlens)
+        states = intermediate.reshape(B * T, *state.shape[1:])[last].astype(state.dtype)
+        state = state.at[jnp.where(advanced, slots, S)].set(states, mode="drop")
+    if is_ref(pool):
+        pool[...] = state
+        return None
+    return state
+
+
+def _run(contract, operands, draft, options, gate, *, out_dtype, implementation):
+    """Contract, choice and call of both operators."""
+    returned = draft["intermediate_states"] is True
+    if draft["intermediate_states"] is True or draft["intermediate_states"] is False:
+        draft = draft | dict(intermediate_states=None)
+    operands = dispatch.without_layout(operands | draft)
+    sizes = check(contract, **operands, **options, **gate, out_dtype=out_dtype)
+    dispatch.refuse_what_holds_no_values(contract, operands)
+    if operands["num_accepted_tokens"] is not None and operands["intermediate_states"] is None:
+        raise ContractError(
+            f"{contract.name}: `num_accepted_tokens` picks from the slots in `intermediate_states`: pass them too"
+        )
+    cu_seqlens, writes = operands.pop("cu_seqlens"), operands.pop("intermediate_states")
+    accepted = operands.pop("num_accepted_tokens")
+    *tensors, pool, indices = operands.values()
+    chosen = dispatch.choose(implementation, sizes, pool, contract.name)
+    B, T, HV, K, V = sizes.B, sizes.T, sizes.HV, sizes.K, sizes.V
+    if contract is RECURRENT_KDA:
+        q, k, v, a, b = tensors
+        A_log = dt_bias = None
+    else:
+        A_log, dt_bias, q, k, v, a, b = tensors
+    out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
+    shape = pool.shape
+    if is_ref(pool) and len(shape) == 1:
+        raise ContractError(f"{contract.name}: `{contract.pool}` may be flat as an array only: make the Ref 4-D")
+    if 0 in (B, T, sizes.N, sizes.S):
+        out = jnp.zeros((B, T, HV, V), out_dtype)
+        states = jnp.zeros((B, T, HV, V, K), pool.dtype)
+        pool = None if is_ref(pool) else jnp.asarray(pool)
+        return (out, pool, states) if returned else (out, pool)
+    indices = as_int32(indices)
+    cu_seqlens, writes = (x if x is None else as_int32(x) for x in (cu_seqlens, writes))
+    sources = None if accepted is None else _accepted(as_int32(accepted), indices, writes, cu_seqlens)
+    if chosen == "mosaic_gpu":
+        from kda_jax.mosaic_gpu import kda_update_mosaic_gpu as implement
+    elif chosen == "triton":
+        from kda_jax.triton_gpu import kda_update_triton as implement
+    else:
+        implement = reference.kda_update_xla
+    given = {name: x for name, x in (options | gate).items() if x is not None}
+    maths = Maths(
+        scale=float(given.get("scale", K**-0.5)),
+        use_qk_l2norm=bool(options["use_qk_l2norm_in_kernel"]),
+        lower_bound=float(given["lower_bound"]) if "lower_bound" in given else None,
+        softplus_beta=float(given.get("softplus_beta", 1.0)),
+        softplus_threshold=float(given.get("softplus_threshold", 20.0)),
+        allow_neg_eigval=bool(given.get("allow_neg_eigval", False)),
+        activated=contract is RECURRENT_KDA,
+    )
+    out, state, states = implement(
+        q,
+        k,
+        v,
+        jnp.reshape(a, (B, T, HV * K)),
+        jnp.reshape(b, (B, T, HV)),
+        jnp.zeros(HV, jnp.float32) if A_log is None else jnp.reshape(A_log, HV),
+        jnp.zeros(HV * K, jnp.float32) if dt_bias is None else jnp.reshape(dt_bias, HV * K),
+        pool if is_ref(pool) else jnp.reshape(pool, (sizes.S, HV, V, K)),
+        indices,
+        sources,
+        cu_seqlens,
+        writes,
+        sizes=sizes,
+        maths=maths,
+        out_dtype=out_dtype,
+        update_state=bool(options["update_state"]),
+        intermediate=returned,
+    )
+    state = state if state is None else state.reshape(shape)
+    return (out, state, states) if returned else (out, state)
+
+
+def _accepted(accepted, indices, writes, cu_seqlens):
+    """`[N]`: the slot that each sequence starts from: that of its last accepted token, or its own."""
+    last = _last_accepted(accepted, writes.shape, cu_seqlens)
+    return jnp.where(accepted > 0, writes.reshape(-1)[last], indices)
+
+
+def _last_accepted(accepted, shape, cu_seqlens):
+    """`[N]`: the number of each sequence's last accepted token among all B*T, which are the shape."""
+    B, T = shape
+    first = jnp.arange(B, dtype=jnp.int32) * T if cu_seqlens is None else cu_seqlens[:-1]
+    return jnp.clip(first + accepted - 1, 0, B * T - 1)
