@@ -1,4 +1,4 @@
-"""Docstrings are written by hand: here their shapes are compared with the table."""
+"""Docstrings are written by hand: here their shapes are compared with the tables."""
 
 import inspect
 import re
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 import kda_jax
-from kda_contracts import PACKED_DECODE
+from kda_contracts import COMMIT, KDA_UPDATE, PACKED_DECODE, RECURRENT_KDA
 
+CONTRACTS = {
+    contract.name.removeprefix("kda_jax."): contract for contract in (COMMIT, KDA_UPDATE, PACKED_DECODE, RECURRENT_KDA)
+}
 ENTRY = re.compile(r"^      (\w+): `(\[[^`]*\])`(.*)$", re.M)
 
 
@@ -16,14 +19,16 @@ def entries(function):
     return {name: (axes, rest) for name, axes, rest in ENTRY.findall(function.__doc__)}
 
 
-def test_packed_decode_documents_each_operand_with_the_tables_axes():
-    documented = entries(kda_jax.packed_decode)
-    for operand in (*PACKED_DECODE.operands, *PACKED_DECODE.results):
-        if operand.required:
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_each_operand_is_documented_with_the_tables_axes(name):
+    contract, documented = CONTRACTS[name], entries(getattr(kda_jax, name))
+    assert documented
+    for operand in contract.operands:
+        if operand.required or operand.name in documented:
             axes, rest = documented[operand.name]
             assert axes == operand.expected, operand.name
-            if operand in PACKED_DECODE.operands and operand.name != "ssm_state_indices":
-                assert set(re.findall(r"b?float\d+", rest)) == set(operand.dtypes), operand.name
+            if "int8" not in operand.dtypes and (found := set(re.findall(r"b?float\d+", rest))):
+                assert found == set(operand.dtypes), operand.name
 
 
 @pytest.mark.parametrize(
@@ -31,25 +36,41 @@ def test_packed_decode_documents_each_operand_with_the_tables_axes():
 )
 def test_public_docstrings_are_whole(name):
     text = getattr(kda_jax, name).__doc__
-    for part in (">>> ", "Raises:", "Returns:" if name != "validate_slots" else "Args:"):
+    for part in (">>> ", "Raises:", "Args:" if name.startswith("validate_") or name == "commit" else "Returns:"):
         assert part in text, f"{name}: no {part!r}"
 
 
-def test_parameters_are_the_tables():
-    parameters = list(inspect.signature(kda_jax.packed_decode).parameters)
-    operands = [operand.name for operand in PACKED_DECODE.operands if operand.required]
-    assert parameters[: len(operands)] == operands
-    assert parameters == list(inspect.signature(kda_jax.explain).parameters)
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_parameters_are_the_tables(name):
+    contract = CONTRACTS[name]
+    parameters = inspect.signature(getattr(kda_jax, name)).parameters
+    positional = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert positional == [operand.name for operand in contract.operands if operand.name in positional]
+    known = {x.name for x in (*contract.operands, *contract.options)} - {"out"}
+    assert known <= set(parameters) | {"use_qk_l2norm_in_kernel"}
+    assert set(parameters) - known <= {"implementation"}
 
 
-OPERANDS = {"pool": "initial_state", "slots": "ssm_state_indices", "sources": "source_indices"}
+def test_explain_takes_what_packed_decode_takes():
+    assert list(inspect.signature(kda_jax.explain).parameters) == list(
+        inspect.signature(kda_jax.packed_decode).parameters
+    )
+
+
+# What the implementations call the operands, in each of their two functions.
+PACKED = {"pool": "initial_state", "slots": "ssm_state_indices", "sources": "source_indices"}
+UPDATE = {"pool": "initial_state_source", "writes": "intermediate_states"}
+UPDATE |= {"slots": "initial_state_indices", "sources": "initial_state_indices"}
 
 
 @pytest.mark.parametrize("module", ["reference", "mosaic_gpu", "triton_gpu"])
 def test_the_shapes_beside_an_implementations_parameters_are_the_tables(module):
     source = (Path(kda_jax.__file__).parent / f"{module}.py").read_text()
-    found = re.findall(r"^    (\w+?)(?:_gmem)?(?:=None)?,  # (\[.*?\])", source, re.M)
-    assert len(found) >= 8
-    for name, shape in found:
-        operand = PACKED_DECODE.by_name[OPERANDS.get(name, name)]
-        assert shape.replace(" ", "") == operand.expected.replace(" ", ""), (module, name)
+    packed = source[source.index("def kda_packed_decode_") :]
+    packed, update = packed.split("def kda_update_")
+    for text, contract, names in ((packed, PACKED_DECODE, PACKED), (update, KDA_UPDATE, UPDATE)):
+        found = re.findall(r"^    (\w+?)(?:=None)?,  # (\[.*?\])", text, re.M)
+        assert len(found) >= 8
+        for name, shape in found:
+            operand = contract.by_name[names.get(name, name)]
+            assert shape.replace(" ", "") == operand.expected.replace(" ", ""), (module, name)

@@ -19,6 +19,7 @@ from support import ON_GPU, assert_meets_oracle, on_device, running
 
 import kda_jax
 from kda_contracts import Sizes
+from kda_jax.gates import Maths
 
 SQUARE = Sizes(B=3, H=1, HV=2, K=32, V=32, S=5)  # K == V: only values can show a transposed state
 
@@ -26,19 +27,19 @@ SQUARE = Sizes(B=3, H=1, HV=2, K=32, V=32, S=5)  # K == V: only values can show 
 MUTANTS = {
     "wrong head map": {
         "mosaic_gpu": (("group, _ = _divide(head, HV // H)", "_, group = _divide(head, H)"),),
-        "reference": (("jnp.repeat(x, HV // H, axis=1)", "jnp.tile(x, (1, HV // H, 1))"),),
+        "reference": (("jnp.repeat(x, HV // x.shape[2], axis=2)", "jnp.tile(x, (1, 1, HV // x.shape[2], 1))"),),
     },
     "beta rounded to bfloat16": {
         "mosaic_gpu": (
             (
-                "gates.sigmoid(b_gmem[row, head].astype(f32))",
-                "gates.sigmoid(b_gmem[row, head].astype(f32)).astype(jnp.bfloat16).astype(f32)",
+                "decay = jnp.exp(log_decay)",
+                "decay, beta = jnp.exp(log_decay), beta.astype(jnp.bfloat16).astype(f32)",
             ),
         ),
         "reference": (
             (
-                "gates.differentiable_sigmoid(b.astype(f32))",
-                "gates.sigmoid(b.astype(f32)).astype(jnp.bfloat16).astype(f32)",
+                "token_major = [",
+                "beta = beta.astype(jnp.bfloat16).astype(f32)\n    token_major = [",
             ),
         ),
     },
@@ -48,8 +49,8 @@ MUTANTS = {
     "-1 wrapped": {
         "mosaic_gpu": (
             (
-                "slot = slots_gmem[row]\n",
-                "slot = slots_gmem[row]\n    slot = jnp.where(slot < 0, slot + sizes.S, slot)\n",
+                'slot = refs["slots"][row]\n',
+                'slot = refs["slots"][row]\n    slot = jnp.where(slot < 0, slot + S, slot)\n',
             ),
         ),
         "reference": (("live = (slots >= 0) & (slots < S)", "slots = slots % S; live = slots >= 0"),),
@@ -60,19 +61,17 @@ MUTANTS = {
         ),
     },
     "softplus threshold flipped": {
-        "gates": (("return -rate * softplus(x)", "return -rate * jnp.where(x < 20.0, x, softplus(x))"),),
+        "gates": (("value = softplus(x) if", "value = jnp.where(x < 20.0, x, softplus(x)) if"),),
     },
     "gate by key head": {
-        "mosaic_gpu": (("a_gmem.at[row, pl.ds(head * K, K)]", "a_gmem.at[row, pl.ds(group * K, K)]"),),
-        "reference": (
-            ("a.astype(f32).reshape(B, HV, K)", "jnp.repeat(a.astype(f32).reshape(B, HV, K)[:, :H], HV // H, axis=1)"),
-        ),
+        "mosaic_gpu": (('refs["a"].at[token, pl.ds(head * K, K)]', 'refs["a"].at[token, pl.ds(group * K, K)]'),),
+        "reference": (("a.reshape(B, 1, HV, K)", "jnp.repeat(a.reshape(B, 1, HV, K)[:, :, :H], HV // H, axis=2)"),),
     },
     "state rounded before the read": {
         "mosaic_gpu": (
             (
                 "state_q = (decayed * along_keys(q))",
-                "state_q = (decayed.astype(pool_gmem.dtype).astype(f32) * along_keys(q))",
+                "state_q = (decayed.astype(pool.dtype).astype(f32) * along_keys(q))",
             ),
         ),
         "reference": (
@@ -83,14 +82,14 @@ MUTANTS = {
         ),
     },
     "scale on k": {
-        "mosaic_gpu": (("q = q * scale", "k = k * scale"),),
-        "reference": (("(q * f32(scale), k)", "(q, k * f32(scale))"),),
+        "mosaic_gpu": (("q = q * maths.scale", "k = k * maths.scale"),),
+        "reference": (("(q * f32(maths.scale), k)", "(q, k * f32(maths.scale))"),),
     },
     "padded row unwritten": {
-        "mosaic_gpu": (("@pl.when(jnp.logical_not(live))", "@pl.when(slot == 2**30)"),),
+        "mosaic_gpu": (("pl.when(jnp.logical_not(live))", "pl.when(slot == 2**30)"),),
         "reference": (
-            ("jnp.where(live[:, None, None], out, 0)", "out"),
-            ("jnp.where(live[:, None], x, jnp.zeros((), x.dtype))", "x"),
+            ("jnp.where(_spread(live_tokens, out), out, 0)", "out"),
+            ("jnp.where(_spread(live_tokens, x), x.astype(f32), 0)", "x.astype(f32)"),
         ),
     },
 }
@@ -139,9 +138,7 @@ def battery(implement, interpreted):
                     for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias", "initial_state", "ssm_state_indices")
                 ),
                 sizes=sizes,
-                scale=0.25,
-                use_qk_l2norm=True,
-                lower_bound=None,
+                maths=Maths(scale=0.25, use_qk_l2norm=True),
                 out_dtype=jnp.dtype("float32"),
             )
         assert_meets_oracle(call, out, state, **options)
