@@ -65,7 +65,7 @@ def main():
     layers, steps = layers_for(states), 40
     arrays = [jax.random.normal(jax.random.key(i), (N, HV, V, K)) for i in range(layers)]
     ceiling, _ = time_layers(multiply, arrays, [None] * layers, steps)
-    results = environment(options.commit) | {
+    results: dict = environment(options.commit) | {
         "N": N,
         "HV": HV,
         "K": K,
