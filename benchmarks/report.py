@@ -1,14 +1,14 @@
 """The figures of README and docs, from the JSON files in benchmarks/results/: never typed.
 
-python benchmarks/report.py        rewrites README's table between its markers, and docs/decode-*.svg
+python benchmarks/report.py        rewrites the tables between the markers of README and docs, and docs/decode-*.svg
 """
 
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- figures: made by benchmarks/report.py -->\n", "<!-- end of figures -->\n"
 COLORS = {"mosaic_gpu": "tab:blue", "triton": "tab:orange", "fla": "tab:gray", "sglang": "tab:green"}
 
 
@@ -16,39 +16,101 @@ def load(name):
     return json.loads((RESULTS / f"nvidia-h200-{name}.json").read_text())
 
 
-def table():
-    """README's table: kernel times with their share of the ceiling, and replays beside the peers', and where from."""
-    ours, peers, suite = load("decode-float32"), load("peers"), load("tests")
+def markdown(head, rows):
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def where(results):
+    return f"{results['device']}, JAX {results['jax']}, {results['date']}, commit {results['commit'][:7]}"
+
+
+def by_size(results):
+    return sorted(results["rows"], key=lambda row: (row["B"] * row["HV"], row["B"]))
+
+
+def decode():
+    """The float32 pool: kernel times with their share of the ceiling, a layer's time beside the peers'."""
+    ours, peers = load("decode-float32"), load("peers")
     by_shape = {(row["B"], row["HV"]): row for row in peers["rows"]}
-    lines = [
-        "| B x HV | multiply | `mosaic_gpu` | `triton` | replay: `mosaic_gpu` | SGLang (Triton) | FLA |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in sorted(ours["rows"], key=lambda row: row["B"] * row["HV"]):
+    rows = []
+    for row in by_size(ours):
         cells = [f"{row['B']} x {row['HV']}", f"{row['ceiling']['kernel_us']:.1f}"]
         cells += [f"{row[x]['kernel_us']:.1f} ({row[x]['share_of_ceiling']:.2f})" for x in ("mosaic_gpu", "triton")]
-        peer = by_shape.get((row["B"], row["HV"]), {})
-        cells += [f"{row['mosaic_gpu']['layer_us']:.1f}" if peer else ""]
-        cells += [f"{peer[key]:.1f}" if key in peer else "" for key in ("sglang_us", "fla_us")]
-        lines.append(f"| {' | '.join(cells)} |")
-    passed = f"{suite['tests']['passed']} tests passed there, {suite['gpu_tests']['passed']} of them for GPUs only"
-    lines += [
+        peer, layer_us = by_shape[row["B"], row["HV"]], row["mosaic_gpu"]["layer_us"]
+        cells += [f"{layer_us:.1f}"]
+        cells += [f"{peer[key]:.1f} ({peer[key] / layer_us:.2f}x)" for key in ("sglang_us", "fla_us")]
+        rows.append(cells)
+    head = ["B x HV", "multiply", "`mosaic_gpu`", "`triton`", "a layer: `mosaic_gpu`", "SGLang (Triton)", "FLA"]
+    return [
+        *markdown(head, rows),
         "",
-        f"Microseconds on an {ours['device']}, JAX {ours['jax']}, {ours['date']}, commit {ours['commit'][:7]}: float32 pool,"
-        " K = V = 128,",
-        "softplus gate, random slots, cold L2 (but for 1 x 3). First the kernels' own times (profiler medians), with the",
-        "share of an in-place multiply over the same bytes in the same run; then whole replays per layer: ours of a jitted",
-        "step of up to 32 layers (at 1 x 32 the host's dispatch of that step is what it shows, not the GPU), the peers'",
-        f"(PyTorch {peers['torch'].partition('+')[0]}) of a captured CUDA graph, in a run of their own on that machine.",
-        f"On the same commit {passed}, and {suite['tests']['failed']} failed.",
+        f"Microseconds on an {where(ours)}: float32 pool, K = V = 128,",
+        "softplus gate, random slots, cold L2 (but for 1 x 3 and 1 x 12). First the kernels' own times (profiler medians),",
+        "with the share of an in-place multiply over the same bytes in the same run; then the time of a layer by the clock: ours",
+        "in a jitted loop of 2 to 96 layers, which XLA replays as a CUDA graph, the peers' (PyTorch "
+        f"{peers['torch'].partition('+')[0]}) in a captured",
+        "CUDA graph of as many, in a run of their own on that machine, and how many times ours theirs is.",
     ]
-    return "\n".join(lines) + "\n"
 
 
-def readme(text):
-    """README with its figures replaced."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + table() + END + rest.split(END)[1]
+def suite():
+    """What passed on that machine."""
+    results = load("tests")
+    passed = f"{results['tests']['passed']} tests passed, {results['gpu_tests']['passed']} of them for GPUs only"
+    return [
+        f"The suite on that machine, commit {results['commit'][:7]}: {passed}, and {results['tests']['failed']} failed."
+    ]
+
+
+def shares(name):
+    """Kernel times and shares of one results file."""
+    results = load(name)
+    names = [x for x in ("mosaic_gpu", "triton", "xla") if x in results["rows"][0]]
+    rows = []
+    for row in by_size(results):
+        cells = (f"{row[x]['kernel_us']:.1f} ({row[x]['share_of_ceiling']:.2f})" for x in names)
+        rows.append([f"{row['B']} x {row['HV']}", f"{row['ceiling']['kernel_us']:.1f}", *cells])
+    return [*markdown(["B x HV", "multiply", *(f"`{x}`" for x in names)], rows), "", f"Microseconds, {where(results)}."]
+
+
+def update():
+    """Several tokens in one call."""
+    results = load("update")
+    times = {(row["implementation"], row["intermediate"], row["T"]): row["kernel_us"] for row in results["rows"]}
+    tokens = sorted({T for _, _, T in times})
+    rows = []
+    for name, intermediate in dict.fromkeys(key[:2] for key in times):
+        one = times[name, False, 1]
+        cells = (f"{times[name, intermediate, T]:.1f} ({times[name, intermediate, T] / one:.2f}x)" for T in tokens)
+        rows.append([f"`{name}`", "all returned" if intermediate else "the last is written", *cells])
+    return [
+        *markdown(["implementation", "states", *(f"T = {T}" for T in tokens)], rows),
+        "",
+        f"Microseconds of the kernel, and how many times one token's that is: {results['N']} sequences, HV = {results['HV']}, "
+        f"K = V = {results['K']},",
+        f"float32 pool; the multiply takes {results['ceiling_us']:.1f}. {where(results)}.",
+    ]
+
+
+TABLES = {
+    "decode": decode,
+    "suite": suite,
+    "bfloat16": lambda: shares("decode-bfloat16"),
+    "ordered": lambda: shares("decode-ordered"),
+    "xla": lambda: shares("decode-xla"),
+    "update": update,
+}
+DOCUMENTS = ("README.md", "docs/performance.md")
+
+
+def filled(text):
+    """A document with what stands between its markers made anew."""
+
+    def table(found):
+        begin, name, end = found.group(1), found.group(2), found.group(3)
+        return begin + "\n".join(TABLES[name]()) + "\n" + end
+
+    return re.sub(r"(<!-- figures (\w+): made by .*? -->\n).*?(<!-- end of figures -->)", table, text, flags=re.S)
 
 
 def plot_share(path):
@@ -76,8 +138,9 @@ def plot_share(path):
 
 
 def main():
-    path = ROOT / "README.md"
-    path.write_text(readme(path.read_text()))
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(filled(path.read_text()))
     plot_share(ROOT / "docs" / "decode-share.svg")
 
 
