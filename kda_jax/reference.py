@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
 from kda_jax import gates
 from kda_jax.invariants import assert_operands
+from kda_jax.sequences import owners
 from kda_jax.slots import is_ref
 from kda_jax.transforms import ref_must_be_mapped
 
@@ -123,7 +124,7 @@ def _update(
 
     # Tokens of padded sequences may hold anything: as zeros they disturb no derivative either.
     live = (slots >= 0) & (slots < S)
-    owner = _owners(cu_seqlens, T) if cu_seqlens is not None else None  # of each token: its sequence, N for none
+    owner = owners(cu_seqlens, T) if cu_seqlens is not None else None  # of each token: its sequence, N for none
     live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
     q, k, v, a, b = tokens
@@ -171,13 +172,6 @@ def _update(
             pool[...] = state
         return out, None, seen if intermediate else None
     return out, state, seen if intermediate else None
-
-
-def _owners(cu_seqlens, T):
-    """`[T]` int32: the sequence that each token belongs to; N, which no sequence is, for a token of none."""
-    N = cu_seqlens.shape[0] - 1
-    owner = jnp.searchsorted(cu_seqlens, jnp.arange(T, dtype=cu_seqlens.dtype), side="right").astype(jnp.int32) - 1
-    return jnp.where(owner < 0, N, owner)
 
 
 def _spread(mask, x):

@@ -1,8 +1,9 @@
-"""Sequences that lie end to end: their boundaries, checked on the host."""
+"""Sequences that lie end to end: their boundaries, checked on the host, and whose token is whose."""
 
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
@@ -49,3 +50,10 @@ def validate_cu_seqlens(cu_seqlens, total):
     if faults:
         shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
         raise ContractError("\n  ".join(["kda_jax.validate_cu_seqlens: the boundaries break the contract", *shown]))
+
+
+def owners(cu_seqlens, T):
+    """`[T]` int32: the sequence that each token belongs to; N, which no sequence is, for a token of none."""
+    N = cu_seqlens.shape[0] - 1
+    owner = jnp.searchsorted(cu_seqlens, jnp.arange(T, dtype=cu_seqlens.dtype), side="right").astype(jnp.int32) - 1
+    return jnp.where(owner < 0, N, owner)

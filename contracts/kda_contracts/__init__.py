@@ -13,6 +13,7 @@ from kda_contracts.judge import Sizes as Sizes
 from kda_contracts.judge import Violation as Violation
 from kda_contracts.judge import check as check
 from kda_contracts.kda import CHECKPOINT as CHECKPOINT
+from kda_contracts.kda import CHUNK_KDA as CHUNK_KDA
 from kda_contracts.kda import COMMIT as COMMIT
 from kda_contracts.kda import KDA_UPDATE as KDA_UPDATE
 from kda_contracts.kda import PACKED_DECODE as PACKED_DECODE

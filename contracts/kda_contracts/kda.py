@@ -116,9 +116,9 @@ _UPDATE_RESULTS = (
 )
 
 
-def _update_rules(pool, slots, gates, options, *own):
+def _update_rules(pool, slots, gates, options, *own, draft="intermediate_states num_accepted_tokens"):
     """The rules of an operator over several tokens; `own` are those of its gates, before the pool's."""
-    operands = f"q k v {gates} {pool} {slots} cu_seqlens intermediate_states num_accepted_tokens"
+    operands = f"q k v {gates} {pool} {slots} cu_seqlens {draft}"
     return (
         Rule("rank", "q k v", "`{argument}` must be a 4D tensor (got ndim={array.ndim})."),
         Rule("rank", slots, "`{argument}` must be 1D (got ndim={array.ndim})."),
@@ -137,7 +137,7 @@ def _update_rules(pool, slots, gates, options, *own):
         ),
         Rule(
             "shape",
-            "intermediate_states num_accepted_tokens",
+            draft,
             "`{argument}` must have shape {wanted} (got {array.shape}).",
         ),
         Rule("dtype", f"{operands} out_dtype", "`{argument}` must be {allowed} (got {got})."),
@@ -199,6 +199,34 @@ RECURRENT_KDA = Contract(
         "log_decay beta",
         "scale use_qk_l2norm_in_kernel update_state",
         Rule("shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."),
+    ),
+    pool="initial_state",
+    anchor="q",
+    sizes_from=("q", "v", "slots", "initial_state"),
+)
+
+CHUNK_KDA = Contract(
+    name="kda_jax.chunk_kda",
+    operands=(
+        *RECURRENT_KDA.operands[:7],
+        Operand(
+            "source_indices",
+            "N",
+            INDICES,
+            "slot that a sequence starts from; outside [0, S): a zero state",
+            required=False,
+        ),
+        _DRAFT[0],
+    ),
+    results=_UPDATE_RESULTS,
+    options=tuple(option for option in _UPDATE_OPTIONS if option.name != "update_state"),
+    rules=_update_rules(
+        "initial_state",
+        "slots",
+        "log_decay beta",
+        "scale use_qk_l2norm_in_kernel",
+        Rule("shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."),
+        draft="source_indices",
     ),
     pool="initial_state",
     anchor="q",

@@ -1,0 +1,278 @@
+"""Prefill: Kimi Delta Attention over long sequences in chunks of 64 tokens, in plain XLA.
+
+Within a chunk the rank-1 updates become one triangular system (the WY form): with G the sum of the log decays from
+the chunk's start,
+
+    A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc)   for j < i          w = (I + A)^-1 (beta k exp(G))
+    out  = (q exp(G)) S^T + tril(q k^T exp(G_i - G_j)) (u - w S^T)      u = (I + A)^-1 (beta v)
+    S   <- S exp(G_last) + (u - w S^T)^T (k exp(G_last - G))
+
+Every exponent that is taken is <= 0, so no decay overflows: across blocks of 16 tokens a product of two such factors,
+with the later block's start between them; within a block the difference itself, channel by channel.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kda_contracts import CHUNK_KDA, Sizes, check
+from kda_jax import dispatch, gates
+from kda_jax.invariants import assert_operands
+from kda_jax.sequences import owners
+from kda_jax.slots import as_int32, is_ref
+
+CHUNK = 64
+BLOCK = 16
+MOST_DECAY = -1e4  # a log decay below this is 0 all the same, and whole numbers of 64 of them are exact in float32
+
+
+def chunk_kda(
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    initial_state,
+    slots,
+    *,
+    source_indices=None,
+    cu_seqlens=None,
+    scale=None,
+    use_qk_l2norm_in_kernel=False,
+    out_dtype=None,
+):
+    """The recurrence of `recurrent_kda` over long sequences: in chunks, in parallel where it can be. Differentiable.
+
+    Dense: B = N sequences of T tokens. With `cu_seqlens`: B = 1, and N sequences of unequal length lie end to end
+    along T; none is padded to the longest. An empty sequence reads and writes nothing.
+
+    Args:
+      q: `[B, T, H, K]` bfloat16, float16 or float32; queries.
+      k: `[B, T, H, K]` bfloat16, float16 or float32; keys.
+      v: `[B, T, HV, V]` bfloat16, float16 or float32; values.
+      log_decay: `[B, T, HV, K]` float32, bfloat16 or float16; natural log of the decay per key channel, <= 0, -inf
+        included.
+      beta: `[B, T, HV]` float32, bfloat16 or float16; update strength, after the sigmoid.
+      initial_state: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`; the whole pool.
+      slots: `[N]` int8 to int64; the slot of each sequence, which takes its last state. Outside `[0, S)`: a padded one,
+        whose `out` is zero.
+      source_indices: `[N]` int8 to int64; None starts each sequence from its own slot. Otherwise from this one, and
+        from a zero state where it lies outside `[0, S)`.
+      cu_seqlens: None, or `[N+1]` int32 or int64 (`validate_cu_seqlens` checks the values on the host).
+      scale: factor on q, a static finite number > 0; None is `K**-0.5`.
+      use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
+      out_dtype: dtype of `out`; None is that of `v`.
+
+    Returns:
+      out: `[B, T, HV, V]`.
+      state: `[S, HV, V, K]`, the updated pool, rounded once, after the last token; None if a Ref came in.
+
+    Effects:
+      As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref. Memory is linear in
+      T. float32 operands are multiplied in full float32; narrower ones with a GPU's default for float32 (TF32).
+
+    Raises:
+      ContractError, TypeError: as `packed_decode`.
+
+    Source: the chunked form of the Kimi Linear paper; FLA's `chunk_kda`, with V before K in the state.
+
+    >>> import jax.numpy as jnp
+    >>> q, k = jnp.array([[[[3.0, 4.0]]]]), jnp.array([[[[0.0, 2.0]]]])
+    >>> v, log_decay = jnp.array([[[[1.0, -1.0]]]]), jnp.full((1, 1, 1, 2), -jnp.log(2.0))
+    >>> pool = jnp.array([[[[1.0, 2.0], [3.0, 4.0]]]])
+    >>> out, state = chunk_kda(q, k, v, log_decay, jnp.full((1, 1, 1), 0.5), pool, jnp.array([0]), scale=1.0)
+    >>> out.ravel().round(4).tolist(), state[0, 0].round(4).tolist()
+    ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
+    """
+    arrays = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots)
+    arrays = dispatch.without_layout(arrays | dict(source_indices=source_indices, cu_seqlens=cu_seqlens))
+    options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out_dtype=out_dtype)
+    sizes = check(CHUNK_KDA, **arrays, **options)
+    dispatch.refuse_what_holds_no_values(CHUNK_KDA, arrays)
+    out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
+    if 0 in (sizes.B, sizes.T, sizes.N, sizes.S):
+        out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)
+        return out, None if is_ref(initial_state) else jnp.asarray(initial_state)
+    *tensors, pool, slots, sources, cu_seqlens = arrays.values()
+    return kda_chunk_xla(
+        *tensors,
+        pool,
+        as_int32(slots),
+        None if sources is None else as_int32(sources),
+        None if cu_seqlens is None else as_int32(cu_seqlens),
+        sizes=sizes,
+        scale=float(sizes.K**-0.5 if scale is None else scale),
+        use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
+        out_dtype=out_dtype,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "out_dtype"))
+def kda_chunk_xla(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    log_decay,  # [B, T, HV, K]
+    beta,  # [B, T, HV]
+    pool,  # [S, HV, V, K], an array or a Ref
+    slots,  # [N] int32
+    sources=None,  # [N] int32
+    cu_seqlens=None,  # [N+1] int32
+    *,
+    sizes: Sizes,
+    scale,
+    use_qk_l2norm,
+    out_dtype,
+):
+    """`kda_jax.chunk_kda` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
+    assert_operands(CHUNK_KDA, sizes, q, k, v, log_decay, beta, pool, slots, sources, cu_seqlens)
+    (B, T, HV), S = beta.shape, sizes.S
+    precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
+    state = pool[...] if is_ref(pool) else pool
+    live = (slots >= 0) & (slots < S)
+    sources = jnp.where(live, slots if sources is None else sources, S)
+    sources = jnp.where((sources >= 0) & (sources < S), sources, S)  # on the high side: a negative index would wrap
+    start = state.at[sources].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+    if cu_seqlens is None:
+        take, inside, first, owner = _rows_in_chunks(B, T, live)
+        written = live
+    else:
+        take, inside, first, owner = _sequences_in_chunks(cu_seqlens, T, live)
+        written = live & (cu_seqlens[1:] > cu_seqlens[:-1])
+    q, k, v, log_decay, beta = (_in_chunks(x, take, inside) for x in (q, k, v, log_decay, beta))
+    if use_qk_l2norm:
+        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
+    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(scale), k))
+    out, after = _chunks(q, k, v, log_decay, beta, start, first, owner, precision)
+
+    out = jnp.moveaxis(out, 2, 3).reshape(-1, HV, sizes.V).astype(out_dtype)  # [n*lanes*CHUNK, HV, V]
+    place = jnp.where(inside, take, B * T).reshape(-1)
+    out = jnp.zeros((B * T, HV, sizes.V), out_dtype).at[place].set(out, mode="drop", unique_indices=False)
+    state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
+    if is_ref(pool):
+        pool[...] = state
+        return out.reshape(B, T, HV, sizes.V), None
+    return out.reshape(B, T, HV, sizes.V), state
+
+
+def _rows_in_chunks(B, T, live):
+    """Where the tokens of dense rows stand in their chunks.
+
+    Returns:
+      take: `[n, B, CHUNK]`, which token of all B*T it is; inside: whether it is one, of a live row.
+      first: `[n, B]`, whether the chunk starts its sequence; owner: `[n, B]`, the sequence.
+    """
+    n = -(-T // CHUNK)
+    token = jnp.arange(n * CHUNK, dtype=jnp.int32).reshape(n, 1, CHUNK)
+    row = jnp.arange(B, dtype=jnp.int32)[None, :, None]
+    inside = (token < T) & live[None, :, None]
+    first = jnp.broadcast_to(jnp.arange(n)[:, None] == 0, (n, B))
+    return row * T + jnp.minimum(token, T - 1), inside, first, jnp.broadcast_to(row[..., 0], (n, B))
+
+
+def _sequences_in_chunks(cu_seqlens, T, live):
+    """The same for sequences that lie end to end: one lane of at most T // CHUNK + N chunks, each of one sequence."""
+    N = live.shape[0]
+    n = T // CHUNK + N
+    lengths = jnp.maximum(cu_seqlens[1:] - cu_seqlens[:-1], 0)
+    chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum((lengths + CHUNK - 1) // CHUNK, dtype=jnp.int32)])
+    owner = owners(chunks, n)  # N for a chunk behind the last sequence
+    number = jnp.arange(n, dtype=jnp.int32) - chunks[owner]
+    ends = jnp.append(cu_seqlens[1:], 0)
+    at = jnp.append(cu_seqlens[:-1], 0)[owner][:, None] + number[:, None] * CHUNK
+    at = at + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+    inside = (at < ends[owner][:, None]) & jnp.append(live, False)[owner][:, None] & (at < T)
+    return jnp.clip(at, 0, T - 1)[:, None], inside[:, None], (number == 0)[:, None], owner[:, None]
+
+
+def _in_chunks(x, take, inside):
+    """`[B, T, heads, ...]` as float32 `[n, lanes, heads, CHUNK, ...]`, zeros where no token is."""
+    flat = x.reshape(-1, *x.shape[2:])
+    x = jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), flat[take], jnp.zeros((), x.dtype))
+    return jnp.moveaxis(x.astype(jnp.float32), 3, 2)
+
+
+def _chunks(q, k, v, log_decay, beta, start, first, owner, precision):
+    """All chunks: what of each needs no state, then the states one after the other, then the read-outs.
+
+    Args:
+      q, k, log_decay: `[n, lanes, HV, CHUNK, K]`. v: `[n, lanes, HV, CHUNK, V]`. beta: `[n, lanes, HV, CHUNK]`.
+      start: `[N, HV, V, K]`. first, owner: `[n, lanes]`.
+
+    Returns:
+      `(out, after)`: `[n, lanes, HV, CHUNK, V]`, and the states `[N, HV, V, K]` after each sequence.
+    """
+    w, u, scores, q, k, last = _within(q, k, v, log_decay, beta, precision)
+
+    def step(carry, chunk):
+        running, after = carry
+        w, u, k, last, first, owner = chunk
+        state = jnp.where(first[:, None, None, None], start.at[owner].get(mode="fill", fill_value=0), running)
+        new = u - jnp.einsum("lhik,lhvk->lhiv", w, state, precision=precision)
+        update = jnp.einsum("lhiv,lhik->lhvk", new, k, precision=precision)
+        running = state * last[:, :, None] + update
+        return (running, after.at[owner].set(running, mode="drop")), (new, state)
+
+    zeros = jnp.zeros((first.shape[1], *start.shape[1:]), jnp.float32)
+    (_, after), (new, states) = jax.lax.scan(step, (zeros, jnp.zeros_like(start)), (w, u, k, last, first, owner))
+    out = jnp.einsum("nlhik,nlhvk->nlhiv", q, states, precision=precision)
+    return out + jnp.einsum("nlhij,nlhjv->nlhiv", scores, new, precision=precision), after
+
+
+@functools.partial(jax.checkpoint, static_argnums=(5,))  # the blocks' differences are not kept for the derivative
+def _within(q, k, v, log_decay, beta, precision):
+    """`(w, u, scores, q exp(G), k exp(G_last - G), exp(G_last))` of every chunk."""
+    G = _sums(log_decay)
+    key_scores, scores = _pairs((k, q), k, G, precision)
+    square = (1,) * (k.ndim - 2) + (CHUNK, CHUNK)
+    before = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1).reshape(square)
+    upto = jnp.tril(jnp.ones((CHUNK, CHUNK), bool)).reshape(square)
+    system = jnp.where(before, key_scores * beta[..., None], 0)  # the solver takes its diagonal as ones
+    decayed = k * _exp(G)
+    rhs = jnp.concatenate([decayed, v], axis=-1) * beta[..., None]
+    solved = jax.lax.linalg.triangular_solve(system, rhs, left_side=True, lower=True, unit_diagonal=True)
+    w, u = jnp.split(solved, [k.shape[-1]], axis=-1)
+    last = tuple(x[..., -1:, :] for x in G)
+    scores = jnp.where(upto, scores, 0)
+    return w, u, scores, q * _exp(G), k * _exp(_minus(last, G)), _exp(last)[..., 0, :]
+
+
+def _pairs(xs, k, G, precision):
+    """For each x `sum_c x_ic k_jc exp(G_ic - G_jc)` for j <= i, `[..., CHUNK, CHUNK]`; above stands nothing of use."""
+    shape = (*k.shape[:-2], CHUNK // BLOCK, BLOCK, k.shape[-1])
+    in_blocks = tuple(y.reshape(shape) for y in G)
+    later, earlier = (tuple(jnp.expand_dims(y, axis) for y in in_blocks) for axis in (-2, -3))
+    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[:, :, None].reshape((1,) * (k.ndim - 1) + (BLOCK, BLOCK, 1))
+    decayed = k.reshape(shape)[..., None, :, :] * jnp.exp(jnp.where(causal, sum(_minus(later, earlier)), -jnp.inf))
+    rows: list[list] = [[] for _ in xs]
+    for block in range(CHUNK // BLOCK):
+        begin, end = block * BLOCK, (block + 1) * BLOCK
+        if block:
+            border = tuple(y[..., begin - 1 : begin, :] for y in G)
+            since = _exp(_minus(tuple(y[..., begin:end, :] for y in G), border))
+            until = k[..., :begin, :] * _exp(_minus(border, tuple(y[..., :begin, :] for y in G)))
+        for x, row in zip(xs, rows, strict=True):
+            x = x[..., begin:end, :]
+            parts = [(x[..., :, None, :] * decayed[..., block, :, :, :]).sum(-1)]
+            parts.append(jnp.zeros((*x.shape[:-1], CHUNK - end), x.dtype))
+            if block:
+                parts.insert(0, jnp.einsum("...ik,...jk->...ij", x * since, until, precision=precision))
+            row.append(jnp.concatenate(parts, axis=-1))
+    return [jnp.concatenate(row, axis=-2) for row in rows]
+
+
+def _sums(log_decay):
+    """The running sums of the log decays, as (whole part, rest): differences of large sums keep their last digits."""
+    log_decay = jnp.maximum(log_decay, MOST_DECAY)
+    whole = jax.lax.stop_gradient(jnp.round(log_decay))
+    return jnp.cumsum(whole, axis=-2), jnp.cumsum(log_decay - whole, axis=-2)
+
+
+def _minus(x, y):
+    return x[0] - y[0], x[1] - y[1]
+
+
+def _exp(sums):
+    return jnp.exp(sums[0] + sums[1])

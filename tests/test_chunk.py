@@ -1,0 +1,191 @@
+"""Prefill in chunks against the float64 oracle and the recurrence: chunk edges, strong decays, varlen, derivatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import assert_near, assert_same_bits
+
+import kda_jax
+from kda_contracts import ContractError
+from kda_jax import oracle
+
+LIMIT = 1e-5  # float32 operands, relative
+H, HV, K, V, S = 2, 4, 32, 24, 6
+
+
+def operands(B, T, *, N=None, seed=0, dtype="float32", decay=1.0):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    k = normal(B, T, H, K)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    x = dict(q=normal(B, T, H, K), k=k, v=normal(B, T, HV, V))
+    x = {name: y.astype(jnp.dtype(dtype)) for name, y in x.items()}
+    x["log_decay"] = (-decay * np.abs(normal(B, T, HV, K))).astype(np.float32)
+    x["beta"] = rng.uniform(0, 1, (B, T, HV)).astype(np.float32)
+    return x | dict(initial_state=normal(S, HV, V, K), slots=rng.permutation(S)[: N or B].astype(np.int32))
+
+
+def wanted(x, cu_seqlens=None, **options):
+    out, state, _ = oracle.update(*(x[name] for name in x), cu_seqlens=cu_seqlens, **options)
+    return out, state
+
+
+def check(x, limit=LIMIT, cu_seqlens=None, **options):
+    bounds = {} if cu_seqlens is None else {"cu_seqlens": jnp.asarray(cu_seqlens, jnp.int32)}
+    arrays = {name: jnp.asarray(y) for name, y in x.items()}
+    out, state = jax.jit(lambda x: kda_jax.chunk_kda(**x, **bounds, **options))(arrays)
+    expected_out, expected = wanted(x, cu_seqlens)
+    assert_near(out, expected_out, limit)
+    assert_near(state, expected, limit)
+    return out, state
+
+
+@pytest.mark.parametrize("decay", [1e-3, 0.3, 5.0])
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 200])
+def test_dense_rows_at_the_edges_of_chunks(T, decay):
+    check(operands(3, T, decay=decay))
+
+
+def test_sequences_end_to_end_with_empty_ones():
+    lengths = (0, 65, 1, 0, 64, 200)
+    bounds = np.cumsum((0, *lengths))
+    x = operands(1, bounds[-1], N=6, decay=0.3)
+    x["slots"][2] = -1
+    for name in ("q", "v", "beta", "log_decay"):
+        x[name][:, bounds[2] : bounds[3]] = np.nan  # a padded sequence may hold anything
+    out, state = check(x, cu_seqlens=bounds)
+    assert_same_bits(np.asarray(out)[0, bounds[2] : bounds[3]], np.zeros((1, HV, V), np.float32))
+    for n in (0, 3):
+        assert_same_bits(np.asarray(state)[x["slots"][n]], x["initial_state"][x["slots"][n]])
+
+
+def test_padded_rows_and_other_slots_stay():
+    x = operands(3, 70)
+    x["slots"][1] = S
+    x["v"][1] = np.nan
+    free = np.setdiff1d(np.arange(S), x["slots"])
+    x["initial_state"][free] = 7.0
+    out, state = check(x)
+    assert not np.asarray(out)[1].any()
+    assert_same_bits(np.asarray(state)[free], x["initial_state"][free])
+
+
+@pytest.mark.parametrize("pattern", ["strong", "strong then weak", "every third", "none at all", "-inf", "-3e38"])
+def test_strong_decays_neither_overflow_nor_lose_the_answer(pattern):
+    x = operands(2, 130, decay=1e-3)
+    g, T = x["log_decay"], np.arange(130)
+    if pattern == "strong":
+        g[:] = -50.0
+    elif pattern == "strong then weak":
+        g[:, :32] = -50.0
+        g[:, 70:100] = -900.0
+    elif pattern == "every third":
+        g[:, T % 3 == 0] = -50.0
+    elif pattern == "none at all":
+        g[:] = 0.0
+    else:
+        g[:, T % 20 == 7, :, ::2] = float(pattern)
+    check(x)
+
+
+def test_equal_keys_do_not_blow_the_triangle_up():
+    """Products of the system's powers would: its inverse is small, they are not."""
+    x = operands(1, 128, decay=0.0)
+    x["k"][:] = x["k"][:, :1]
+    x["beta"][:] = 1.0
+    check(x)
+
+
+def test_sources_start_sequences_elsewhere():
+    x = operands(3, 40)
+    sources = np.array([x["slots"][0], -1, np.setdiff1d(np.arange(S), x["slots"])[0]], np.int32)
+    arrays = {name: jnp.asarray(y) for name, y in x.items()}
+    out, state = kda_jax.chunk_kda(**arrays, source_indices=jnp.asarray(sources))
+    expected_out, expected = wanted(x, sources=sources)
+    assert_near(out, expected_out, LIMIT)
+    assert_near(state, expected, LIMIT)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_operands(dtype):
+    x = operands(2, 100, dtype=dtype, decay=0.3)
+    out, state = kda_jax.chunk_kda(**{name: jnp.asarray(y) for name, y in x.items()}, out_dtype="float32")
+    expected_out, expected = wanted(x)
+    assert_near(out, expected_out, 5e-3)
+    assert_near(state, expected, 5e-3)
+    assert kda_jax.chunk_kda(**x)[0].dtype == jnp.dtype(dtype)
+
+
+def test_l2norm_and_scale():
+    x = operands(2, 70)
+    x["k"] *= 3
+    options = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
+    out, state = kda_jax.chunk_kda(**{name: jnp.asarray(y) for name, y in x.items()}, **options)
+    expected_out, expected = wanted(x, l2norm=True, scale=0.3)
+    assert_near(out, expected_out, LIMIT)
+    assert_near(state, expected, LIMIT)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 5, 5, 90)])
+def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
+    x = operands(3 if cu_seqlens is None else 1, 45 if cu_seqlens is None else 90, N=3, decay=0.3)
+    x["log_decay"][:, 10] = -60.0
+    x = {name: jnp.asarray(y) for name, y in x.items()}
+    slots, bounds = x.pop("slots"), None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32)
+    weights = jax.random.normal(jax.random.key(0), x["v"].shape)
+
+    def loss(x, op, **options):
+        out, state = op(**x, slots=slots, cu_seqlens=bounds, **options)
+        return (out * weights).sum() + (state**2).sum()
+
+    got = jax.jit(jax.grad(lambda x: loss(x, kda_jax.chunk_kda)))(x)
+    expected = jax.jit(jax.grad(lambda x: loss(x, kda_jax.recurrent_kda, implementation="xla")))(x)
+    for name in x:
+        assert_near(got[name], expected[name], 1e-4)
+
+
+def test_a_ref_and_a_donated_pool():
+    x = {name: jnp.asarray(y) for name, y in operands(2, 20).items()}
+    out, state = kda_jax.chunk_kda(**x)
+    pool = x.pop("initial_state")
+    ref = jax.new_ref(pool.copy())
+    ref_out, none = jax.jit(lambda r, x: kda_jax.chunk_kda(**x, initial_state=r))(ref, x)
+    assert none is None
+    assert_near(ref_out, out, 1e-6)
+    assert_near(ref[...], state, 1e-6)
+    jax.jit(lambda pool, x: kda_jax.chunk_kda(**x, initial_state=pool), donate_argnums=0)(pool, x)
+    assert pool.is_deleted()
+
+
+def test_one_compilation_serves_any_boundaries():
+    x = {name: jnp.asarray(y) for name, y in operands(1, 130, N=3).items()}
+    traced = []
+
+    @jax.jit
+    def step(x, bounds):
+        traced.append(1)
+        return kda_jax.chunk_kda(**x, cu_seqlens=bounds)[0]
+
+    for bounds in ((0, 10, 70, 130), (0, 0, 130, 130), (0, 64, 128, 130)):
+        out = step(x, jnp.asarray(bounds, jnp.int32))
+        assert_near(out, wanted({n: np.asarray(y) for n, y in x.items()}, bounds)[0], LIMIT)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"log_decay": np.zeros((2, 5, HV), np.float32)}, "`log_decay` must have shape (2, 5, 4, 32)"),
+        ({"source_indices": np.zeros(3, np.int32)}, "`source_indices` must have shape (2,) (got (3,))."),
+        ({"cu_seqlens": np.zeros(3, np.int32)}, "`q` of a varlen call must have 1 rows (got B=2 for N=2 sequences)."),
+        ({"initial_state": np.zeros((S, HV, K, V), np.float32)}, "Unexpected initial_state shape: (6, 4, 32, 24)"),
+    ],
+)
+def test_messages(wrong, message):
+    with pytest.raises(ContractError) as error:
+        kda_jax.chunk_kda(**operands(2, 5) | wrong)
+    assert message in str(error.value)
