@@ -10,6 +10,14 @@ from kda_jax.chunk import chunk_kda as chunk_kda
 from kda_jax.decode import packed_decode as packed_decode
 from kda_jax.dispatch import Explanation as Explanation
 from kda_jax.dispatch import explain as explain
+from kda_jax.layer import KDACache as KDACache
+from kda_jax.layer import KDAConfig as KDAConfig
+from kda_jax.layer import KDAParams as KDAParams
+from kda_jax.layer import config_from_hf as config_from_hf
+from kda_jax.layer import init_cache as init_cache
+from kda_jax.layer import init_params as init_params
+from kda_jax.layer import kda_decode as kda_decode
+from kda_jax.layer import kda_prefill as kda_prefill
 from kda_jax.layouts import pack_qkv as pack_qkv
 from kda_jax.layouts import state_from_kv as state_from_kv
 from kda_jax.layouts import state_to_kv as state_to_kv

@@ -249,10 +249,9 @@ def _pairs(xs, k, G, precision):
     rows: list[list] = [[] for _ in xs]
     for block in range(CHUNK // BLOCK):
         begin, end = block * BLOCK, (block + 1) * BLOCK
-        if block:
-            border = tuple(y[..., begin - 1 : begin, :] for y in G)
-            since = _exp(_minus(tuple(y[..., begin:end, :] for y in G), border))
-            until = k[..., :begin, :] * _exp(_minus(border, tuple(y[..., :begin, :] for y in G)))
+        border = tuple(y[..., max(begin - 1, 0) : max(begin, 1), :] for y in G)
+        since = _exp(_minus(tuple(y[..., begin:end, :] for y in G), border))
+        until = k[..., :begin, :] * _exp(_minus(border, tuple(y[..., :begin, :] for y in G)))
         for x, row in zip(xs, rows, strict=True):
             x = x[..., begin:end, :]
             parts = [(x[..., :, None, :] * decayed[..., block, :, :, :]).sum(-1)]

@@ -8,6 +8,7 @@ from kda_contracts.checkpoint import Fault as Fault
 from kda_contracts.checkpoint import LayerReport as LayerReport
 from kda_contracts.checkpoint import check_checkpoint as check_checkpoint
 from kda_contracts.checkpoint import find_tensors as find_tensors
+from kda_contracts.checkpoint import layer_numbers as layer_numbers
 from kda_contracts.judge import ContractError as ContractError
 from kda_contracts.judge import Sizes as Sizes
 from kda_contracts.judge import Violation as Violation
@@ -16,6 +17,8 @@ from kda_contracts.kda import CHECKPOINT as CHECKPOINT
 from kda_contracts.kda import CHUNK_KDA as CHUNK_KDA
 from kda_contracts.kda import COMMIT as COMMIT
 from kda_contracts.kda import KDA_UPDATE as KDA_UPDATE
+from kda_contracts.kda import LAYER_DECODE as LAYER_DECODE
+from kda_contracts.kda import LAYER_PREFILL as LAYER_PREFILL
 from kda_contracts.kda import PACKED_DECODE as PACKED_DECODE
 from kda_contracts.kda import RECURRENT_KDA as RECURRENT_KDA
 from kda_contracts.normalize import normalize_a as normalize_a

@@ -11,4 +11,5 @@ AXES = {
     "V": "head dimension of v",
     "W": "width of the short convolution",
     "D": "hidden size of the model",
+    "R": "rank of the forget gate's two projections",
 }

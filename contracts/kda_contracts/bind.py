@@ -20,15 +20,17 @@ class Bound:
     pool_overruled: bool
 
 
-def bind(contract, arrays):
+def bind(contract, arrays, known_sizes):
     """The letters of a call: each from the first operand of `contract.sizes_from` that has it as an axis of its own."""
     if contract.sizes_from:
-        return _bind_in_order(contract, arrays)
+        return _bind_in_order(contract, arrays, known_sizes)
     return _bind_packed(arrays)
 
 
-def _bind_in_order(contract, arrays):
-    sizes, sources = {}, []
+def _bind_in_order(contract, arrays, known_sizes):
+    sizes, sources = dict(known_sizes), []
+    if sizes:
+        sources.append(f"{', '.join(f'{letter}={n}' for letter, n in sizes.items())} from the config")
     for name in contract.sizes_from:
         axes = contract.by_name[name].axes.split()
         if name not in arrays or arrays[name].ndim != len(axes):

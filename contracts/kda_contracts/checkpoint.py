@@ -182,6 +182,21 @@ def _geometry(path, config) -> tuple[dict, object, dict]:
     return sizes, lower_bound, listed
 
 
+def layer_numbers(config) -> dict:
+    """What a config.json's content says of its KDA layers: {letter: size, "lower_bound", "norm_eps", "gate_rank"}.
+
+    Raises BadFileError where it is no KDA model's, or a number is missing.
+    """
+    sizes, lower_bound, _ = _geometry(Path("config.json"), config)
+    if lower_bound is not None and not _is_lower_bound(lower_bound):
+        raise BadFileError(Path("config.json"), f"the gate's lower bound is {lower_bound!r:.40}")
+    config = config.get("text_config", config)
+    linear = config.get("linear_attn_config", {})
+    full = linear.get("use_full_rank_gate", config.get("use_full_rank_gate", False))
+    eps = config.get("rms_norm_eps", config.get("norm_eps", 1e-5))
+    return sizes | {"lower_bound": lower_bound, "norm_eps": eps, "gate_rank": None if full else sizes["V"]}
+
+
 def _is_lower_bound(x) -> TypeGuard[float]:
     return type(x) in (int, float) and math.isfinite(x) and x < 0
 

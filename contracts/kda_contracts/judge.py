@@ -56,11 +56,12 @@ class ContractError(ValueError):
         self.violations = violations
 
 
-def check(contract: Contract, **operands_and_options) -> Sizes:
+def check(contract: Contract, sizes: dict | None = None, /, **operands_and_options) -> Sizes:
     """Judges a call against a contract.
 
     Args:
       contract: the table, such as `PACKED_DECODE`.
+      sizes: letters whose values are known beforehand, from a config; they overrule the shapes.
       **operands_and_options: the arrays by name (NumPy, JAX, torch, tracers, anything with `.shape` and `.dtype`)
         and the static options (`scale`, `lower_bound`, `out_dtype`; a dtype may be an object or its name). Strides
         are judged where the array carries them.
@@ -92,7 +93,7 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
     if missing := [o.name for o in contract.operands if o.required and o.name not in given]:
         raise TypeError(f"{contract.name}: missing {', '.join(missing)}")
     arrays = {o.name: facts(given[o.name]) for o in contract.operands if is_array(given.get(o.name))}
-    bound = bind(contract, arrays)
+    bound = bind(contract, arrays, sizes or {})
     violations: list[Violation] = []
     for number, rule in enumerate(contract.rules, 1):
         for argument in rule.arguments.split():
@@ -103,7 +104,8 @@ def check(contract: Contract, **operands_and_options) -> Sizes:
                 violations.append(Violation(number, argument, *found))
     if violations:
         raise ContractError(_report(contract, violations, bound), tuple(violations))
-    return Sizes(**dict.fromkeys(("B", "H", "HV", "K", "V", "S"), 0) | bound.sizes)
+    letters = {field.name: bound.sizes[field.name] for field in fields(Sizes) if field.name in bound.sizes}
+    return Sizes(**dict.fromkeys(("B", "H", "HV", "K", "V", "S"), 0) | letters)
 
 
 def _absent(contract, name, x):

@@ -265,6 +265,68 @@ COMMIT = Contract(
 )
 
 
+def _layer(name, x, *indices):
+    """The contract of a layer's step: its input, its weights as `x @ w` takes them, its two pools, its indices."""
+    weights = (
+        Operand("q_proj", "D H*K", FLOATS, "query projection"),
+        Operand("k_proj", "D H*K", FLOATS, "key projection"),
+        Operand("v_proj", "D HV*V", FLOATS, "value projection"),
+        Operand("q_conv", "H*K W", FLOATS, "short convolution of q, per channel"),
+        Operand("k_conv", "H*K W", FLOATS, "short convolution of k, per channel"),
+        Operand("v_conv", "HV*V W", FLOATS, "short convolution of v, per channel"),
+        Operand("f_down", "D R", FLOATS, "forget gate, down"),
+        Operand("f_up", "R HV*K", FLOATS, "forget gate, up"),
+        Operand("b_proj", "D HV", FLOATS, "raw beta logits"),
+        Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head"),
+        Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
+        Operand("g_up", "V HV*V", FLOATS, "output gate, of low rank or full", also=("D HV*V",)),
+        Operand("norm", "V", FLOATS, "RMSNorm before the output projection"),
+        Operand("o_proj", "HV*V D", FLOATS, "output projection"),
+        Operand("g_down", "D V", FLOATS, "output gate, down", required=False),
+        Operand("g_bias", "HV*V", FLOATS, "bias of the output gate", required=False),
+    )
+    names = " ".join(weight.name for weight in weights if weight.name != "g_up")
+    pools = (
+        Operand("conv", "S 2*H*K+HV*V W-1", FLOATS, "the last inputs of the short convolution"),
+        Operand("state", "S HV V K", FLOATS, "the recurrent states"),
+    )
+    index_names = " ".join(operand.name for operand in indices)
+    return Contract(
+        name=name,
+        operands=(x, *weights, *pools, *indices),
+        results=(Operand("y", x.axes, FLOATS, "the layer's output"),),
+        options=(),
+        rules=(
+            Rule("rank", "x state", "`{argument}` must be {expected} (got ndim={array.ndim})."),
+            Rule(
+                "shape",
+                f"x {names} conv state {index_names}",
+                "`{argument}` must have shape {wanted} (got {array.shape}).",
+            ),
+            Rule(
+                "layout", "g_up", "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank (got {array.shape})."
+            ),
+            Rule("dtype", f"x {names} g_up conv state {index_names}", "`{argument}` must be {allowed} (got {got})."),
+        ),
+        pool="state",
+        anchor="x",
+        sizes_from=("f_down", "state", "x", *(["slots"] if "N" in indices[0].axes else [])),
+    )
+
+
+LAYER_DECODE = _layer(
+    "kda_jax.kda_decode",
+    Operand("x", "B D", FLOATS, "the normed input, one token a row"),
+    Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+)
+LAYER_PREFILL = _layer(
+    "kda_jax.kda_prefill",
+    Operand("x", "T D", FLOATS, "the normed inputs of all sequences"),
+    Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
+    Operand("cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last one ends"),
+)
+
+
 def _tensor(name, axes, cut, meaning):
     return Tensor(name, axes, FLOATS, meaning, cut=cut)
 

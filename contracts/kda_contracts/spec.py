@@ -117,10 +117,10 @@ class Contract:
 def parse_axis(text):
     """'2*H*K+HV*V' -> ((2, ('H', 'K')), (1, ('HV', 'V'))): a sum of products of a number and letters of the legend."""
     terms = []
-    for term in text.split("+"):
+    for term in text.replace("-", "+-").split("+"):
         factor, letters = 1, []
         for word in term.split("*"):
-            if word.isdigit():
+            if word.removeprefix("-").isdigit():
                 factor *= int(word)
             elif word in AXES:
                 letters.append(word)
