@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+from kda_contracts import BadFileError as BadFileError
 from kda_contracts import ContractError as ContractError
 from kda_contracts import normalize_a as normalize_a
 from kda_contracts import normalize_A_log as normalize_A_log

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
 from kda_jax.sequences import owners
+
+Leaf = Any  # an array, or what stands for it in a tree of the same form: a shape, a PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -48,31 +51,34 @@ class KDAParams:
     the released models have not, may be None.
     """
 
-    q_proj: jax.Array  # [D, H*K]
-    k_proj: jax.Array  # [D, H*K]
-    v_proj: jax.Array  # [D, HV*V]
-    q_conv: jax.Array  # [H*K, W]
-    k_conv: jax.Array  # [H*K, W]
-    v_conv: jax.Array  # [HV*V, W]
-    f_down: jax.Array  # [D, V] in FLA's layer, [D, K] in the released ones, which have K = V
-    f_up: jax.Array  # [., HV*K]
-    b_proj: jax.Array  # [D, HV]
-    A_log: jax.Array  # [HV]
-    dt_bias: jax.Array  # [HV*K]
-    g_up: jax.Array  # [V, HV*V], or [D, HV*V] for a full rank
-    norm: jax.Array  # [V]
-    o_proj: jax.Array  # [HV*V, D]
-    g_down: jax.Array | None = None  # [D, V]
-    g_bias: jax.Array | None = None  # [HV*V]
+    q_proj: Leaf  # [D, H*K]
+    k_proj: Leaf  # [D, H*K]
+    v_proj: Leaf  # [D, HV*V]
+    q_conv: Leaf  # [H*K, W]
+    k_conv: Leaf  # [H*K, W]
+    v_conv: Leaf  # [HV*V, W]
+    f_down: Leaf  # [D, V] in FLA's layer, [D, K] in the released ones, which have K = V
+    f_up: Leaf  # [., HV*K]
+    b_proj: Leaf  # [D, HV]
+    A_log: Leaf  # [HV]
+    dt_bias: Leaf  # [HV*K]
+    g_up: Leaf  # [V, HV*V], or [D, HV*V] for a full rank
+    norm: Leaf  # [V]
+    o_proj: Leaf  # [HV*V, D]
+    g_down: Leaf = None  # [D, V]
+    g_bias: Leaf = None  # [HV*V]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KDACache:
-    """What one layer keeps for its requests: one slot each, in two pools."""
+    """What one layer keeps for its requests: one slot each, in two pools, arrays or `jax.Ref`s.
 
-    conv: jax.Array  # [S, 2*H*K+HV*V, W-1], the last inputs of the short convolution, oldest first
-    state: jax.Array  # [S, HV, V, K]
+    A step that was given a Ref returns None in its place.
+    """
+
+    conv: Leaf  # [S, 2*H*K+HV*V, W-1], the last inputs of the short convolution, oldest first
+    state: Leaf  # [S, HV, V, K]
 
 
 def config_from_hf(config) -> KDAConfig:
@@ -191,7 +197,7 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
     ((2, 16), False, True)
     """
     local = _local(config, params)
-    check(LAYER_DECODE, _letters(local), x=x, slots=slots, **_arrays(params, cache))
+    sizes = check(LAYER_DECODE, _letters(local), x=x, slots=slots, **_arrays(params, cache))
     channels = _project(params, x)
     mixed_qkv, conv = conv_decode(channels, _kernels(params), cache.conv, slots)
     out, state = packed_decode(
@@ -206,7 +212,7 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
         lower_bound=config.lower_bound,
         implementation=implementation,
     )
-    live = (slots >= 0) & (slots < cache.state.shape[0])
+    live = (slots >= 0) & (slots < sizes.S)
     return _output(params, x, out[:, 0], live, local), KDACache(conv, state)
 
 
@@ -235,7 +241,7 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
     ((5, 16), [True, False, True])
     """
     local = _local(config, params)
-    check(LAYER_PREFILL, _letters(local), x=x, slots=slots, cu_seqlens=cu_seqlens, **_arrays(params, cache))
+    sizes = check(LAYER_PREFILL, _letters(local), x=x, slots=slots, cu_seqlens=cu_seqlens, **_arrays(params, cache))
     T = x.shape[0]
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
     channels = _project(params, x)
@@ -263,7 +269,7 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
         cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=True,
     )
-    live = (slots >= 0) & (slots < cache.state.shape[0])
+    live = (slots >= 0) & (slots < sizes.S)
     return _output(params, x, out[0], jnp.append(live, False)[owners(cu_seqlens, T)], local), KDACache(conv, state)
 
 

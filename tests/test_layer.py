@@ -1,0 +1,229 @@
+"""The layer: prefill and decode against each other and against a float64 layer, slots, contract, derivatives."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import assert_near, assert_same_bits
+
+import kda_jax
+from kda_contracts import ContractError
+from kda_jax import oracle
+
+LIMIT = 1e-5
+CONFIGS = {
+    "softplus, low rank": kda_jax.KDAConfig(D=24, H=2, HV=4, K=16, V=8, gate_rank=8),
+    "safe, full rank": kda_jax.KDAConfig(D=24, H=1, HV=3, K=8, V=16, lower_bound=-5.0),
+}
+S = 7
+
+
+def make(name, *, dtype=jnp.float32):
+    config = CONFIGS[name]
+    params = kda_jax.init_params(config, jax.random.key(1), dtype=dtype)
+    cache = kda_jax.init_cache(config, S, conv_dtype=dtype)
+    keys = jax.random.split(jax.random.key(2), 2)
+    conv = jax.random.normal(keys[0], cache.conv.shape).astype(dtype)  # a pool in use
+    return config, params, kda_jax.KDACache(conv, jax.random.normal(keys[1], cache.state.shape))
+
+
+def inputs(T, D, seed=3, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), (T, D)).astype(dtype)
+
+
+prefill = jax.jit(kda_jax.kda_prefill, static_argnames="config")
+decode = jax.jit(kda_jax.kda_decode, static_argnames=("config", "implementation"))
+
+
+def float64_layer(params, x, conv, state, config):
+    """One sequence through the layer, in float64 NumPy: [T, D], and the slot's conv [C, W-1] and state [HV, V, K]."""
+    w = {
+        f.name: np.asarray(y, np.float64)
+        for f in dataclasses.fields(params)
+        if (y := getattr(params, f.name)) is not None
+    }
+    x, H, HV, K, V = np.asarray(x, np.float64), config.H, config.HV, config.K, config.V
+    channels = np.concatenate([x @ w["q_proj"], x @ w["k_proj"], x @ w["v_proj"]], 1)
+    padded = np.concatenate([np.asarray(conv, np.float64).T, channels])
+    kernel = np.concatenate([w["q_conv"], w["k_conv"], w["v_conv"]])
+    y = np.stack([(padded[t : t + config.W] * kernel.T).sum(0) for t in range(len(x))])
+    y = y / (1 + np.exp(-y))
+    q, k, v = np.split(y, [H * K, 2 * H * K], axis=1)
+    decay, beta = oracle.gates(
+        (x @ w["f_down"] @ w["f_up"]).reshape(1, -1, HV, K),
+        (x @ w["b_proj"])[None],
+        w["A_log"],
+        w["dt_bias"],
+        config.lower_bound,
+    )
+    shape = (1, len(x))
+    out, after, _ = oracle.update(
+        q.reshape(*shape, H, K), k.reshape(*shape, H, K), v.reshape(*shape, HV, V), decay, beta,
+        np.asarray(state, np.float64)[None], [0], l2norm=True,
+    )  # fmt: skip
+    gate = (x @ w["g_down"] if "g_down" in w else x) @ w["g_up"]
+    out = out[0] / np.sqrt((out[0] ** 2).mean(-1, keepdims=True) + config.norm_eps) * w["norm"]
+    out = out / (1 + np.exp(-gate.reshape(out.shape)))
+    return out.reshape(len(x), -1) @ w["o_proj"], padded[-(config.W - 1) :].T, after[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prefill_and_decode_meet_a_float64_layer(name):
+    config, params, cache = make(name)
+    x = inputs(70, config.D)
+    y, after = prefill(params, x, cache, jnp.array([4]), jnp.array([0, 70]), config=config)
+    wanted, conv, state = float64_layer(params, x, cache.conv[4], cache.state[4], config)
+    assert_near(y, wanted, LIMIT)
+    assert_near(after.conv[4], conv, LIMIT)
+    assert_near(after.state[4], state, LIMIT)
+    y, after = decode(params, x[:1], cache, jnp.array([4]), config=config)
+    wanted, conv, state = float64_layer(params, x[:1], cache.conv[4], cache.state[4], config)
+    assert_near(y, wanted, LIMIT)
+    assert_near(after.conv[4], conv, LIMIT)
+    assert_near(after.state[4], state, LIMIT)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
+def test_prefill_then_decode_is_prefill_of_one_more(T, name):
+    """In a batch with an empty sequence, a padded one and a short one."""
+    config, params, cache = make(name)
+    lengths, slots = (T, 0, 5, 2), jnp.array([3, 1, -1, 6])
+    bounds = np.cumsum((0, *lengths))
+    x = inputs(bounds[-1], config.D)
+    one_more = inputs(4, config.D, seed=9)
+    y, after = prefill(params, x, cache, slots, jnp.asarray(bounds), config=config)
+    last, stepped = decode(params, one_more, after, slots, config=config)
+
+    longer = np.concatenate(
+        [np.append(x[a:b], one_more[n : n + 1], 0) for n, (a, b) in enumerate(itertools.pairwise(bounds))]
+    )
+    ends = bounds + np.arange(5)
+    whole, wanted = prefill(params, jnp.asarray(longer), cache, slots, jnp.asarray(ends), config=config)
+    for n in range(4):
+        assert_near(last[n], whole[ends[n + 1] - 1], LIMIT)
+        assert_near(y[bounds[n] : bounds[n + 1]], whole[ends[n] : ends[n + 1] - 1], LIMIT)
+    assert_near(stepped.conv, wanted.conv, LIMIT)
+    assert_near(stepped.state, wanted.state, LIMIT)
+    assert not np.asarray(last[2]).any()
+    for untouched in (0, 2, 4, 5):
+        assert_same_bits(stepped.state[untouched], cache.state[untouched])
+        assert_same_bits(stepped.conv[untouched], cache.conv[untouched])
+
+
+def test_prefill_in_pieces_is_prefill_at_once():
+    config, params, cache = make("softplus, low rank")
+    x, slot = inputs(150, config.D), jnp.array([5])
+    whole, wanted = prefill(params, x, cache, slot, jnp.array([0, 150]), config=config)
+    parts, at = [], 0
+    for length in (1, 2, 70, 77):
+        y, cache = prefill(params, x[at : at + length], cache, slot, jnp.array([0, length]), config=config)
+        parts, at = [*parts, y], at + length
+    assert_near(jnp.concatenate(parts), whole, LIMIT)
+    assert_near(cache.state, wanted.state, LIMIT)
+    assert_near(cache.conv, wanted.conv, LIMIT)
+
+
+def test_a_fresh_sequence_forgets_its_slot():
+    config, params, cache = make("safe, full rank")
+    x = inputs(9, config.D)
+    y, _ = prefill(
+        params, x, cache, jnp.array([2, 3]), jnp.array([0, 4, 9]), config=config, fresh=jnp.array([True, False])
+    )
+    empty = kda_jax.init_cache(config, S, conv_dtype=jnp.float32)
+    wanted, _ = prefill(params, x[:4], empty, jnp.array([2]), jnp.array([0, 4]), config=config)
+    used, _ = prefill(params, x[4:], cache, jnp.array([3]), jnp.array([0, 5]), config=config)
+    assert_near(y[:4], wanted, LIMIT)
+    assert_near(y[4:], used, LIMIT)
+
+
+def test_padded_rows_may_hold_anything():
+    config, params, cache = make("softplus, low rank")
+    x = inputs(3, config.D).at[1].set(jnp.nan)
+    y, after = decode(params, x, cache, jnp.array([0, -1, 6]), config=config)
+    assert np.isfinite(np.asarray(y)).all()
+    assert not np.asarray(y)[1].any()
+    assert np.isfinite(np.asarray(after.state)).all()
+    y, after = prefill(params, x, cache, jnp.array([0, S, 6]), jnp.array([0, 1, 2, 3]), config=config)
+    assert np.isfinite(np.asarray(y)).all()
+    assert not np.asarray(y)[1].any()
+    assert np.isfinite(np.asarray(after.state)).all() and np.isfinite(np.asarray(after.conv)).all()
+
+
+def test_a_donated_cache_and_refs_advance_in_place():
+    config, params, cache = make("softplus, low rank")
+    x, slots = inputs(2, config.D), jnp.array([1, 4])
+    wanted_y, wanted = decode(params, x, cache, slots, config=config)
+    refs = kda_jax.KDACache(jax.new_ref(cache.conv.copy()), jax.new_ref(cache.state.copy()))
+    y, none = jax.jit(functools.partial(kda_jax.kda_decode, config=config))(params, x, refs, slots)
+    assert none.conv is None and none.state is None
+    assert_near(y, wanted_y, 1e-6)
+    assert_near(refs.state[...], wanted.state, 1e-6)
+    assert_near(refs.conv[...], wanted.conv, 1e-6)
+    step = jax.jit(lambda cache: kda_jax.kda_decode(params, x, cache, slots, config=config), donate_argnums=0)
+    step(cache)
+    assert cache.state.is_deleted() and cache.conv.is_deleted()
+
+
+def test_a_bfloat16_model_keeps_its_dtypes():
+    config, params, cache = make("softplus, low rank", dtype=jnp.bfloat16)
+    x = inputs(5, config.D, dtype=jnp.bfloat16)
+    y, after = prefill(params, x, cache, jnp.array([0]), jnp.array([0, 5]), config=config)
+    assert (y.dtype, after.conv.dtype, after.state.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert_near(y, float64_layer(params, x, cache.conv[0], cache.state[0], config)[0], 3e-2)
+
+
+def test_the_layer_differentiates():
+    config, params, cache = make("safe, full rank")
+    x = inputs(20, config.D)
+
+    def loss(params, x):
+        y, after = kda_jax.kda_prefill(params, x, cache, jnp.array([0]), jnp.array([0, 20]), config=config)
+        return (y**2).sum() + (after.state**2).sum()
+
+    slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+    assert all(np.isfinite(leaf).all() and np.asarray(leaf).any() for leaf in jax.tree.leaves(slopes))
+    direction = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), (params, x))
+    along = sum(float((a * b).sum()) for a, b in zip(*map(jax.tree.leaves, (slopes, direction)), strict=True))
+    step = 1e-3
+    moved = [jax.tree.map(lambda y, d, sign=sign: y + sign * step * d, (params, x), direction) for sign in (1, -1)]
+    numeric = (float(loss(*moved[0])) - float(loss(*moved[1]))) / (2 * step)
+    assert abs(along - numeric) <= 0.02 * abs(numeric)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p, c: (dataclasses.replace(p, q_proj=p.q_proj.T), c), "`q_proj` must have shape (24, 32) (got (32, 24))"),
+        (lambda p, c: (dataclasses.replace(p, dt_bias=p.A_log), c), "`dt_bias` must have shape (64,) (got (4,))."),
+        (lambda p, c: (dataclasses.replace(p, g_up=p.g_up[:5]), c), "`g_up` must have shape (8, 32), or (D, HV*V)"),
+        (lambda p, c: (p, dataclasses.replace(c, conv=c.conv[:, :, :2])), "`conv` must have shape (7, 96, 3)"),
+        (lambda p, c: (p, dataclasses.replace(c, state=c.state.mT)), "`state` must have shape (7, 4, 8, 16)"),
+    ],
+)  # fmt: skip
+def test_messages(change, message):
+    config, params, cache = make("softplus, low rank")
+    params, cache = change(params, cache)
+    with pytest.raises(ContractError) as error:
+        kda_jax.kda_decode(params, inputs(2, config.D), cache, jnp.array([0, 1]), config=config)
+    assert message in str(error.value)
+    with pytest.raises(ContractError) as error:
+        kda_jax.kda_prefill(params, inputs(2, config.D), cache, jnp.array([0]), jnp.array([0, 2]), config=config)
+    assert message in str(error.value)
+
+
+def test_configs_of_released_models():
+    linear = dict(num_heads=32, head_dim=128, short_conv_kernel_size=4, kda_layers=[1, 2], full_attn_layers=[3])
+    kimi = kda_jax.config_from_hf(dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear))
+    assert kimi == kda_jax.KDAConfig(D=2304, H=32, HV=32, K=128, V=128, gate_rank=128)
+    k3 = dict(num_heads=96, gate_lower_bound=-5.0, use_full_rank_gate=True)
+    k3 = kda_jax.config_from_hf(
+        dict(text_config=dict(hidden_size=7168, rms_norm_eps=1e-6, linear_attn_config=linear | k3))
+    )
+    assert k3 == kda_jax.KDAConfig(D=7168, H=96, HV=96, K=128, V=128, lower_bound=-5.0, norm_eps=1e-6)
+    with pytest.raises(kda_jax.BadFileError, match="no usable number for H"):
+        kda_jax.config_from_hf(dict(hidden_size=2304, linear_attn_config=dict(head_dim=128, short_conv_kernel_size=4)))

@@ -1,0 +1,141 @@
+"""The layer over 8 host devices equals the layer on one; no pool is gathered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from support import assert_near, assert_same_bits
+
+import kda_jax
+from kda_contracts import ContractError
+from kda_jax import sharding
+
+CONFIG = kda_jax.KDAConfig(D=24, H=8, HV=16, K=8, V=4, gate_rank=4)
+FULL = kda_jax.KDAConfig(D=24, H=8, HV=8, K=8, V=4, lower_bound=-5.0)
+S, LIMIT = 8, 1e-5
+MESHES = [((2,), ("tp",)), ((4,), ("tp",)), ((8,), ("tp",)), ((2, 4), ("dp", "tp")), ((4, 2), ("tp", "dp"))]
+
+
+def mesh_of(shape, names):
+    count = int(np.prod(shape))
+    if len(jax.devices()) < count:
+        pytest.skip(f"needs {count} devices")
+    return jax.make_mesh(shape, names, devices=jax.devices()[:count], axis_types=(AxisType.Auto,) * len(shape))
+
+
+def layer(config):
+    params = kda_jax.init_params(config, jax.random.key(1), dtype=jnp.float32)
+    cache = kda_jax.init_cache(config, S, conv_dtype=jnp.float32)
+    keys = jax.random.split(jax.random.key(2), 2)
+    return params, kda_jax.KDACache(
+        *(jax.random.normal(k, x.shape) for k, x in zip(keys, (cache.conv, cache.state), strict=True))
+    )
+
+
+def whole(cache, config, shards):
+    return sharding.join_packed(np.asarray(cache.conv), shards, config, axis=1), np.asarray(cache.state)
+
+
+def assert_no_gather(step, *arguments):
+    text = step.lower(*arguments).compile().as_text()
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+    assert "collective-permute" not in text
+    assert text.count("all-reduce(") + text.count("all-reduce-start(") == 1
+
+
+@pytest.mark.parametrize("config", [CONFIG, FULL], ids=["low rank", "full rank"])
+@pytest.mark.parametrize(("shape", "names"), MESHES, ids=str)
+def test_decode_equals_one_device(shape, names, config):
+    mesh, (params, cache) = mesh_of(shape, names), layer(config)
+    rows = "dp" if "dp" in names else None
+    x = jax.random.normal(jax.random.key(3), (4, config.D))
+    # With two shards of rows, slots 0 to 3 live on the first, and so do the first two rows.
+    slots = jnp.array([1, -1, 7, 4])
+    wanted, after = kda_jax.kda_decode(params, x, cache, slots, config=config)
+    params, cache = sharding.place(params, cache, mesh, config, heads="tp", rows=rows)
+    step = jax.jit(sharding.sharded_decode(mesh, config, params, heads="tp", rows=rows), donate_argnums=2)
+    assert_no_gather(step, params, x, cache, slots)
+    y, got = step(params, x, cache, slots)
+    assert got.state.sharding.spec[1] == "tp"
+    assert_near(y, wanted, LIMIT)
+    conv, state = whole(got, config, mesh.shape["tp"])
+    assert_near(state, after.state, LIMIT)
+    assert_near(conv, after.conv, LIMIT)
+    assert_same_bits(state[0], after.state[0])
+
+
+@pytest.mark.parametrize(("shape", "names"), MESHES, ids=str)
+def test_prefill_equals_one_device(shape, names):
+    mesh, (params, cache) = mesh_of(shape, names), layer(CONFIG)
+    rows = "dp" if "dp" in names else None
+    x = jax.random.normal(jax.random.key(3), (140, CONFIG.D))
+    slots, bounds = jnp.array([1, 2, 7, 4]), jnp.array([0, 66, 70, 70, 140])
+    wanted, after = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=CONFIG)
+    params, cache = sharding.place(params, cache, mesh, CONFIG, heads="tp", rows=rows)
+    step = jax.jit(sharding.sharded_prefill(mesh, CONFIG, params, heads="tp", rows=rows), donate_argnums=2)
+    bounds = bounds if rows is None else jnp.array([[0, 66, 70], [0, 0, 70]])
+    assert_no_gather(step, params, x, cache, slots, bounds)
+    y, got = step(params, x, cache, slots, bounds)
+    assert_near(y, wanted, LIMIT)
+    conv, state = whole(got, CONFIG, mesh.shape["tp"])
+    assert_near(state, after.state, LIMIT)
+    assert_near(conv, after.conv, LIMIT)
+
+
+def test_a_row_on_the_wrong_shard_is_padded_there():
+    mesh, (params, cache) = mesh_of((2,), ("dp",)), layer(CONFIG)
+    before = np.asarray(cache.state)
+    params, cache = sharding.place(params, cache, mesh, CONFIG, heads=None, rows="dp")
+    step = jax.jit(sharding.sharded_decode(mesh, CONFIG, params, heads=None, rows="dp"))
+    y, got = step(params, jnp.ones((2, CONFIG.D)), cache, jnp.array([7, 0]))
+    assert not np.asarray(y).any()
+    assert_same_bits(got.state, before)
+
+
+def test_a_packed_row_is_cut_by_heads():
+    config = kda_jax.KDAConfig(D=1, H=2, HV=4, K=3, V=5)
+    x = np.arange(2 * config.channels).reshape(2, config.channels)
+    split = np.asarray(sharding.split_packed(jnp.asarray(x), 2, config))
+    q, k, v = np.split(x, [6, 12], axis=1)
+    for shard, part in enumerate(np.split(split, 2, axis=1)):
+        expected = [q[:, shard * 3 :][:, :3], k[:, shard * 3 :][:, :3], v[:, shard * 10 :][:, :10]]
+        assert (part == np.concatenate(expected, axis=1)).all()
+    assert (np.asarray(sharding.join_packed(split, 2, config)) == x).all()
+    assert (np.asarray(sharding.split_packed(x.T, 2, config, axis=0)) == split.T).all()
+
+
+def test_what_cannot_be_cut_is_refused():
+    config = kda_jax.KDAConfig(D=1, H=2, HV=4, K=3, V=5)
+    with pytest.raises(ContractError, match="H=2 and HV=4 heads cannot be cut over 4 shards"):
+        sharding.split_packed(jnp.zeros(32), 4, config)
+    with pytest.raises(ContractError, match=r"axis -1 must have 2\*H\*K\+HV\*V = 32 elements \(got 31\)"):
+        sharding.join_packed(jnp.zeros(31), 2, config)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((8,), ("tp",)), ((2, 4), ("dp", "tp"))], ids=str)
+def test_packed_decode_by_its_specs(shape, names):
+    mesh, rows = mesh_of(shape, names), "dp" if "dp" in names else None
+    rng = np.random.default_rng(0)
+    B, HV, K, V = 4, 16, 8, 4
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+    x = dict(mixed_qkv=normal(B, CONFIG.channels), a=normal(B, HV * K), b=normal(B, HV), A_log=normal(HV))
+    x |= dict(dt_bias=normal(HV * K), initial_state=normal(S, HV, V, K), ssm_state_indices=jnp.array([1, -1, 7, 4]))
+    wanted_out, wanted = kda_jax.packed_decode(**x)
+    operands, results = sharding.packed_decode_specs("tp", rows)
+    x["mixed_qkv"] = sharding.split_packed(x["mixed_qkv"], mesh.shape["tp"], CONFIG)
+
+    def step(x):
+        slots = x["ssm_state_indices"]
+        if rows:
+            slots = sharding.local_slots(slots, jax.lax.axis_index(rows), x["initial_state"].shape[0])
+        return kda_jax.packed_decode(**x | dict(ssm_state_indices=slots))
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(operands,), out_specs=results, check_vma=False))
+    out, state = step(x)
+    assert_near(out, wanted_out, 1e-6)
+    assert_near(state, wanted, 1e-6)
