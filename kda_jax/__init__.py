@@ -7,6 +7,9 @@ from kda_contracts import ContractError as ContractError
 from kda_contracts import normalize_a as normalize_a
 from kda_contracts import normalize_A_log as normalize_A_log
 from kda_contracts import normalize_dt_bias as normalize_dt_bias
+from kda_jax.checkpoint import check_values as check_values
+from kda_jax.checkpoint import load_layer as load_layer
+from kda_jax.checkpoint import load_layers as load_layers
 from kda_jax.chunk import chunk_kda as chunk_kda
 from kda_jax.decode import packed_decode as packed_decode
 from kda_jax.dispatch import Explanation as Explanation

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from kda_contracts import (
 from kda_contracts.cli import text as report_text
 from kda_contracts.kda import FLOATS
 from kda_contracts.options import judge_option
-from kda_contracts.safetensors_header import read_json
+from kda_contracts.safetensors_header import printable, read_json
 from kda_jax.layer import KDAConfig, KDAParams, config_from_hf
 
 # A tensor's name -> the field of KDAParams, and what makes the one the other. Where it is cut stands in CHECKPOINT.
@@ -136,8 +137,8 @@ def check_values(path, *, tp=1, every=False, progress=True) -> CheckpointReport:
     ...     check_values(folder).layers[0].notes
     ('A_log is (128,): normalize_A_log gives (96,), its tail of 32 is zero',)
     """
+    report = check_checkpoint(path, tp=tp)
     with _opened(path) as file_of:
-        report = check_checkpoint(path, tp=tp)
         layers = [
             _judge_values(file_of, layer, report.sizes, every) for layer in _shown(report.layers, "judging", progress)
         ]
@@ -148,11 +149,11 @@ def _load(path, wanted, rank, ranks, dtype, progress):
     """The config, and {layer: KDAParams} of all layers, or of the one that is wanted."""
     if dtype is not None and (fault := judge_option("dtype", DTYPE, dtype)):
         raise ContractError(f"`dtype` must be {fault[0]} (got {fault[1]})")
+    report = check_checkpoint(path, tp=ranks)
+    layers = _chosen(report, wanted)
+    if not 0 <= rank < ranks:
+        raise ContractError(f"`rank` must be 0 to {ranks - 1} (got {rank})")
     with _opened(path) as file_of:
-        report = check_checkpoint(path, tp=ranks)
-        layers = _chosen(report, wanted)
-        if not 0 <= rank < ranks:
-            raise ContractError(f"`rank` must be 0 to {ranks - 1}, one of {ranks} (got {rank})")
         loaded = {
             layer.index: _read_layer(file_of, layer, report.sizes, rank, ranks, dtype)
             for layer in _shown(layers, "loading", progress)
@@ -172,10 +173,10 @@ def _chosen(report, wanted):
         raise ContractError(f"{report.path}: layer {wanted} is no KDA layer; those are {known}")
     if report.faults or any(layer.faults for layer in layers):
         raise ContractError(report_text(dataclasses.replace(report, layers=tuple(layers))))
-    prefixes = {}
-    for layer in layers:
-        if other := prefixes.setdefault(layer.index, layer.prefix) != layer.prefix and prefixes[layer.index]:
-            raise ContractError(f"{report.path}: two layers are called {layer.index}: {other} and {layer.prefix}")
+    for one, other in itertools.pairwise(layers):  # they are sorted
+        if one.index == other.index:
+            names = f"{one.prefix} and {other.prefix}"
+            raise ContractError(f"{report.path}: two layers have the number {one.index}: {printable(names)}")
     return layers
 
 
@@ -222,7 +223,7 @@ def _read_part(file, name, tensor, how, sizes, rank, ranks):
         try:
             x = _normalized(file, name, tensor, sizes)
         except ContractError as error:
-            raise ContractError(f"{name}: {error}") from None
+            raise ContractError(f"{printable(name)}: {error}") from None
         return part(x, x.shape)
     x = part(file.get_slice(name), tensor.shape(sizes))
     if how == "transpose":
@@ -269,7 +270,7 @@ def _value_fault(file, name, tensor, normalized, sizes):
             place = np.unravel_index(bad.argmax(), bad.shape)
             index = ", ".join(map(str, (start + place[0], *place[1:])))
             first = first or f"{float(block[place])} at [{index}]"
-            wrong += np.count_nonzero(bad)
+            wrong += int(np.count_nonzero(bad))
         start += len(block)
     if not wrong:
         return None
@@ -283,7 +284,7 @@ def _blocks(x):
     """A tensor's rows, a block at a time."""
     rows, *rest = x.get_shape()
     step = max(1, BLOCK // max(1, math.prod(rest)))
-    return (x[start : start + step] for start in range(0, rows, step))
+    return (x[start : min(start + step, rows)] for start in range(0, rows, step))
 
 
 def _tensors(layer):

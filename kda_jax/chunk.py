@@ -241,25 +241,29 @@ def _within(q, k, v, log_decay, beta, precision):
 
 def _pairs(xs, k, G, precision):
     """For each x `sum_c x_ic k_jc exp(G_ic - G_jc)` for j <= i, `[..., CHUNK, CHUNK]`; above stands nothing of use."""
-    shape = (*k.shape[:-2], CHUNK // BLOCK, BLOCK, k.shape[-1])
+    lead, K = k.shape[:-2], k.shape[-1]
+    blocks, early = CHUNK // BLOCK, CHUNK - BLOCK
+    shape = (*lead, blocks, BLOCK, K)
     in_blocks = tuple(y.reshape(shape) for y in G)
-    later, earlier = (tuple(jnp.expand_dims(y, axis) for y in in_blocks) for axis in (-2, -3))
-    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[:, :, None].reshape((1,) * (k.ndim - 1) + (BLOCK, BLOCK, 1))
-    decayed = k.reshape(shape)[..., None, :, :] * jnp.exp(jnp.where(causal, sum(_minus(later, earlier)), -jnp.inf))
-    rows: list[list] = [[] for _ in xs]
-    for block in range(CHUNK // BLOCK):
-        begin, end = block * BLOCK, (block + 1) * BLOCK
-        border = tuple(y[..., max(begin - 1, 0) : max(begin, 1), :] for y in G)
-        since = _exp(_minus(tuple(y[..., begin:end, :] for y in G), border))
-        until = k[..., :begin, :] * _exp(_minus(border, tuple(y[..., :begin, :] for y in G)))
-        for x, row in zip(xs, rows, strict=True):
-            x = x[..., begin:end, :]
-            parts = [(x[..., :, None, :] * decayed[..., block, :, :, :]).sum(-1)]
-            parts.append(jnp.zeros((*x.shape[:-1], CHUNK - end), x.dtype))
-            if block:
-                parts.insert(0, jnp.einsum("...ik,...jk->...ij", x * since, until, precision=precision))
-            row.append(jnp.concatenate(parts, axis=-1))
-    return [jnp.concatenate(row, axis=-2) for row in rows]
+    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool)).reshape((1,) * (k.ndim - 1) + (BLOCK, BLOCK, 1))
+    apart = sum(_minus(*(tuple(jnp.expand_dims(y, axis) for y in in_blocks) for axis in (-2, -3))))
+    within = k.reshape(shape)[..., None, :, :] * jnp.exp(jnp.where(causal, apart, -jnp.inf))
+    # Of a later block's start: what its rows have lost since, and what the tokens before had still to lose until then.
+    border = tuple(y[..., BLOCK - 1 : early : BLOCK, None, :] for y in G)
+    since = _exp(_minus(tuple(y[..., 1:, :, :] for y in in_blocks), border))
+    until = sum(_minus(border, tuple(y[..., None, :early, :] for y in G)))
+    until = k[..., None, :early, :] * jnp.exp(jnp.minimum(until, 0))  # above 0 only where the result is of no use
+    block = jnp.arange(CHUNK) // BLOCK
+    same_block = (block[:, None] == block[None]).reshape((1,) * len(lead) + (CHUNK, CHUNK))
+    pairs = []
+    for x in xs:
+        x = x.reshape(shape)
+        near = (x[..., :, None, :] * within).sum(-1).reshape(*lead, CHUNK, BLOCK)
+        far = jnp.einsum("...bik,...bjk->...bij", x[..., 1:, :, :] * since, until, precision=precision)
+        far = far.reshape(*lead, early, early)
+        far = jnp.pad(far, [(0, 0)] * len(lead) + [(BLOCK, 0), (0, BLOCK)])
+        pairs.append(jnp.where(same_block, jnp.tile(near, blocks), far))
+    return pairs
 
 
 def _sums(log_decay):

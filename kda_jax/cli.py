@@ -1,14 +1,16 @@
 """The command line: `kda-jax demo`, `explain`, `check`, `bench` (also `python -m kda_jax`)."""
 
 import argparse
+import importlib.util
 import json
 import sys
 
 import jax
 
-from kda_contracts import PACKED_DECODE, BadFileError, Sizes
+from kda_contracts import PACKED_DECODE, BadFileError, Sizes, check_checkpoint
 from kda_contracts.cli import add_check
 from kda_jax import bench, demo, dispatch
+from kda_jax.checkpoint import check_values
 from kda_jax.synthetic import MODELS, model_sizes
 
 
@@ -18,7 +20,7 @@ def main(arguments=None):
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_explain(commands)
-    add_check(commands)
+    _add_check(commands)
     parser_of_bench = commands.add_parser("bench", help="time the kernels on a GPU against an in-place multiply")
     bench.add_arguments(parser_of_bench)
     parser_of_bench.set_defaults(run=bench.run)
@@ -46,6 +48,11 @@ def _add_explain(commands):
         parser.add_argument(f"--{letter}", type=_positive, help=f"{letter} in place of the model's")
     parser.add_argument("--pool-dtype", default="float32", choices=PACKED_DECODE.by_name["initial_state"].dtypes)
     parser.set_defaults(run=_explain)
+
+
+def _add_check(commands):
+    parser = add_check(commands, _judge)
+    parser.add_argument("--values", action="store_true", help="read every weight of those layers: all must be finite")
 
 
 def _add_model(parser):
@@ -85,6 +92,13 @@ def _explain(options):
     }
     print(dispatch.explain(**shapes))
     return 0
+
+
+def _judge(options):
+    """As kda_contracts' command; A_log and dt_bias by value too, where safetensors is installed."""
+    if not options.values and not importlib.util.find_spec("safetensors"):
+        return check_checkpoint(options.checkpoint, tp=options.tp)
+    return check_values(options.checkpoint, tp=options.tp, every=options.values)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,9 @@ def init_cache(config: KDAConfig, num_slots, *, state_dtype=jnp.float32, conv_dt
     Returns:
       `KDACache`: `conv` `[S, 2*H*K+HV*V, W-1]`, `state` `[S, HV, V, K]`.
 
+    Raises:
+      Nothing of its own.
+
     >>> cache = init_cache(KDAConfig(D=16, H=1, HV=2, K=8, V=4), 3)
     >>> cache.conv.shape, cache.state.shape
     ((3, 24, 3), (3, 2, 4, 8))
@@ -131,6 +134,9 @@ def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
 
     Returns:
       `KDAParams`.
+
+    Raises:
+      Nothing of its own.
 
     >>> params = init_params(KDAConfig(D=16, H=1, HV=2, K=8, V=4), jax.random.key(0))
     >>> params.o_proj.shape, params.A_log.dtype.name
@@ -231,7 +237,11 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
     Returns:
       `(y, cache)`: `[T, D]` in x's dtype, and the cache, advanced by all tokens.
 
-    Effects, Raises, Source: as `kda_decode`. It differentiates.
+    Effects:
+      As `kda_decode`. It differentiates.
+
+    Raises:
+      ContractError, TypeError: as `kda_decode`.
 
     >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)

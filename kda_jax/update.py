@@ -225,7 +225,9 @@ def _commit(pool, intermediate, slots, accepted, cu_seqlens):
 def _run(contract, operands, draft, options, gate, *, out_dtype, implementation):
     """Contract, choice and call of both operators."""
     returned = draft["intermediate_states"] is True
-    if draft["intermediate_states"] is True or draft["intermediate_states"] is False:
+    if isinstance(draft["intermediate_states"], int) and not isinstance(draft["intermediate_states"], bool):
+        raise ContractError(f"{contract.name}: `intermediate_states` must be True, False or slots [B, T] (got an int)")
+    if isinstance(draft["intermediate_states"], bool):
         draft = draft | dict(intermediate_states=None)
     operands = dispatch.without_layout(operands | draft)
     sizes = check(contract, **operands, **options, **gate, out_dtype=out_dtype)

@@ -2,9 +2,12 @@
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from collections import Counter
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers share a GPU
 
 import jax
 import jaxlib

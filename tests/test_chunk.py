@@ -181,7 +181,7 @@ def test_one_compilation_serves_any_boundaries():
     [
         ({"log_decay": np.zeros((2, 5, HV), np.float32)}, "`log_decay` must have shape (2, 5, 4, 32)"),
         ({"source_indices": np.zeros(3, np.int32)}, "`source_indices` must have shape (2,) (got (3,))."),
-        ({"cu_seqlens": np.zeros(3, np.int32)}, "`q` of a varlen call must have 1 rows (got B=2 for N=2 sequences)."),
+        ({"cu_seqlens": np.zeros(3, np.int32)}, "`q` of a varlen call must have one row (got B=2 for N=2 sequences)."),
         ({"initial_state": np.zeros((S, HV, K, V), np.float32)}, "Unexpected initial_state shape: (6, 4, 32, 24)"),
     ],
 )

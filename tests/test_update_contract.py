@@ -32,7 +32,7 @@ WRONG = [
         VARLEN,
         {"cu_seqlens": None},
         "`q` of a dense call must have N rows (got B=1 for N=5 sequences).\n"
-        "      expected [B, T, H, K] = (1, 10, 1, 64), got (1, 10, 1, 64) bfloat16\n"
+        "      got (1, 10, 1, 64) bfloat16\n"
         "      sequences that lie end to end need cu_seqlens",
     ),
     (DENSE, {"cu_seqlens": zeros(5, dtype=np.int32)}, "one row a sequence is the dense form: leave cu_seqlens out"),
@@ -53,7 +53,9 @@ WRONG = [
     (DENSE, {"a": DENSE["b"], "b": DENSE["a"]}, "this looks like `a` and `b` swapped"),
     (DENSE, {"initial_state_source": zeros(6, 4, 32)}, "Unexpected initial_state_source shape: (6, 4, 32)"),
     (DENSE, {"initial_state_source": zeros(4 * 32 * 64 + 1)}, "Unexpected initial_state_source shape: (8193,)"),
+    (DENSE, {"initial_state_source": zeros(8193)}, "a flat pool holds whole slots of HV*V*K = 8192 elements"),
     (DENSE, {"initial_state_source": zeros(6, 4, 64, 32)}, "Unexpected initial_state_source shape: (6, 4, 64, 32)"),
+    (DENSE, {"initial_state_source": zeros(6, 4, 64, 32)}, "e.g. jnp.swapaxes(initial_state_source, -1, -2)"),
     (
         DENSE,
         {"intermediate_states": zeros(4, dtype=np.int32)},

@@ -42,7 +42,8 @@ def _bind_in_order(contract, arrays, known_sizes):
             sources.append(f"{letters} from `{name}` {shape_text(arrays[name].shape)}")
     pool = arrays.get(contract.pool)
     if pool is not None and pool.ndim == 1 and all(known(sizes.get(x)) and sizes[x] for x in ("HV", "V", "K")):
-        sizes["S"] = pool.size // math.prod(sizes[x] for x in ("HV", "V", "K"))
+        slot = math.prod(sizes[x] for x in ("HV", "V", "K"))
+        sizes["S"] = None if pool.size % slot else pool.size // slot
     return Bound(sizes, tuple(sources), False)
 
 

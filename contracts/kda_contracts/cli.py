@@ -20,18 +20,26 @@ def main(arguments=None):
     return options.run(options)
 
 
-def add_check(commands):
-    """Adds the `check` command to a parser's commands."""
+def add_check(commands, judge=None):
+    """Adds the `check` command to a parser's commands, and returns its parser.
+
+    `judge(options)` gives the `CheckpointReport`; None judges by headers alone.
+    """
     parser = commands.add_parser("check", help="judge a checkpoint's KDA layers by its headers, before it is loaded")
     parser.add_argument("checkpoint", help="a safetensors file, or a folder of them, with its config.json")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the heads over (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_check)
+    parser.set_defaults(run=_check, judge=judge or _by_headers)
+    return parser
+
+
+def _by_headers(options):
+    return check_checkpoint(options.checkpoint, tp=options.tp)
 
 
 def _check(options):
     try:
-        report = check_checkpoint(options.checkpoint, tp=options.tp)
+        report = options.judge(options)
     except BadFileError as error:
         if options.json:
             print(json.dumps({"ok": False, "error": str(error)}))

@@ -144,7 +144,8 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     words |= {"expected": entry.expected, "form": "varlen" if "cu_seqlens" in given else "dense"}
     words |= {name: arrays.get(name, ArrayFacts((), "none")) for name in contract.by_name if name in given}
     if rule.kind in ("rank", "shape", "layout", "batch", "heads", "numel", "form") or rule.kind.startswith("packed"):
-        lines = (f"{_expectation(entry, sizes)}, got {array}", remedy.for_shape(argument, entry, arrays, sizes))
+        told = None if rule.kind in ("form", "heads") else f"{_expectation(entry, sizes)}, got {array}"
+        lines = (told or f"got {array}", remedy.for_shape(argument, entry, arrays, sizes, contract.pool))
     elif rule.kind == "dtype":
         lines = (f"got {array}", remedy.for_dtype(argument, array.dtype))
     elif rule.kind == "device":
@@ -174,12 +175,15 @@ def _breaks(contract, kind, argument, arrays, sizes):
     if kind == "shape":
         return not _has_shape(array, entry.shape(sizes)), {}
     if kind == "layout":
-        return not any(_has_shape(array, shape) for shape in entry.shapes(sizes)), {}
+        parts_of_slots = argument == contract.pool and array.ndim == 1 and sizes.get("S", 0) is None
+        return parts_of_slots or not any(_has_shape(array, shape) for shape in entry.shapes(sizes)), {}
     if kind == "numel":
         return differ(array.size, math.prod(wanted)) if None not in (wanted := entry.shape(sizes)) else False, {}
     if kind == "form":
         varlen = "cu_seqlens" in arrays
-        return differ(sizes.get("B"), 1 if varlen else sizes.get("N")), {"wanted_rows": 1 if varlen else "N"}
+        return differ(sizes.get("B"), 1 if varlen else sizes.get("N")), {
+            "wanted_rows": "one row" if varlen else "N rows"
+        }
     if kind == "heads":
         H, HV = sizes.get("H"), sizes.get("HV")
         return known(H) and known(HV) and (H == 0 or HV == 0 or HV % H != 0), {}

@@ -125,7 +125,7 @@ def _update_rules(pool, slots, gates, options, *own, draft="intermediate_states 
         Rule("device", operands.removeprefix("q "), "All inputs must be on the same device."),
         Rule("shape", "k v", "`{argument}` must have shape {wanted} (got {array.shape})."),
         Rule("heads", "v", "Invalid head config: HV={HV} must be a multiple of H={H}."),
-        Rule("form", "q", "`q` of a {form} call must have {wanted_rows} rows (got B={B} for N={N} sequences)."),
+        Rule("form", "q", "`q` of a {form} call must have {wanted_rows} (got B={B} for N={N} sequences)."),
         Rule("shape", "cu_seqlens", "`cu_seqlens` must have shape [N+1] (got {array.shape}; expected {wanted})."),
         *own,
         Rule("layout", pool, f"Unexpected {pool} shape: {{array.shape}}"),
@@ -249,9 +249,7 @@ COMMIT = Contract(
     rules=(
         Rule("rank", "pool intermediate slots", "`{argument}` must be {expected} (got ndim={array.ndim})."),
         Rule("device", "intermediate slots num_accepted cu_seqlens", "All inputs must be on the same device."),
-        Rule(
-            "form", "intermediate", "`intermediate` of a {form} call must have {wanted_rows} rows (got B={B}, N={N})."
-        ),
+        Rule("form", "intermediate", "`intermediate` of a {form} call must have {wanted_rows} (got B={B}, N={N})."),
         Rule(
             "shape",
             "intermediate num_accepted cu_seqlens",

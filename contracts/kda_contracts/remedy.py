@@ -7,7 +7,7 @@ from kda_contracts.arrays import known
 LAYOUT = "copy it first: x.contiguous() in torch, np.ascontiguousarray(x) in NumPy"
 
 
-def for_shape(argument, operand, arrays, sizes):
+def for_shape(argument, operand, arrays, sizes, pool=None):
     """One line for a wrong shape, or None where nothing better than the expected shape can be said."""
     array, wanted = arrays[argument], operand.shape(sizes)
     if not all(map(known, array.shape)):
@@ -15,10 +15,14 @@ def for_shape(argument, operand, arrays, sizes):
     cures = {"q": _sequences, "a": _gate, "b": _beta, "A_log": _rate, "dt_bias": _bias, "mixed_qkv": _packed}
     if argument in cures and (cure := cures[argument](array, arrays, sizes)):
         return cure
+    if argument == pool and array.ndim == 4 and (cure := for_pool(array.shape, sizes.get("HV"), sizes.get("K"), pool)):
+        return cure[0]
+    if argument == pool and array.ndim == 1 and None not in (slot := [sizes.get(x) for x in ("HV", "V", "K")]):
+        return f"a flat pool holds whole slots of HV*V*K = {math.prod(slot)} elements"
     if None not in wanted and array.ndim != len(wanted) and array.size == math.prod(wanted):
         arguments = ", ".join(map(str, wanted))
         return f"the same elements in another shape: {argument}.reshape({arguments})"
-    if argument == "initial_state" and array.ndim == 5:
+    if argument == pool and array.ndim == 5:
         return "this looks like the pools of all layers: pass one layer's, and keep the layers' pools in a list"
     return None
 
@@ -31,7 +35,7 @@ def for_normalizer(name, array, sizes):
 
 def for_dtype(argument, dtype):
     """One line for a wrong dtype, or None."""
-    if argument.endswith("_indices"):
+    if argument.endswith(("_indices", "slots", "accepted", "accepted_tokens", "intermediate_states")):
         if dtype.startswith("uint"):
             return f"-1 marks a padded row, so slots are signed: {argument}.astype('int32')"
         return f"slots are integers: {argument}.astype('int32'), with -1 for a padded row"
@@ -51,16 +55,16 @@ def for_option(name, number):
     return ()
 
 
-def for_pool(shape, HV, K):
+def for_pool(shape, HV, K, name="initial_state"):
     """Lines for a pool whose HV and K are not those that the other operands agree on."""
-    if not all(map(known, shape)):
+    if not all(map(known, (*shape, HV, K))):
         return ()
     if _transposed(shape, HV, K):
-        return ("this looks like [..., K, V]: transpose the last two axes, e.g. jnp.swapaxes(initial_state, -1, -2)",)
+        return (f"this looks like [..., K, V]: transpose the last two axes, e.g. jnp.swapaxes({name}, -1, -2)",)
     if shape[2] == HV and shape[3] == K:
-        return ("this looks like [S, V, HV, K]: swap axes 1 and 2, e.g. jnp.swapaxes(initial_state, 1, 2)",)
+        return (f"this looks like [S, V, HV, K]: swap axes 1 and 2, e.g. jnp.swapaxes({name}, 1, 2)",)
     if shape[0] == HV and shape[3] == K:
-        return ("this looks like [HV, S, V, K]: swap axes 0 and 1, e.g. jnp.swapaxes(initial_state, 0, 1)",)
+        return (f"this looks like [HV, S, V, K]: swap axes 0 and 1, e.g. jnp.swapaxes({name}, 0, 1)",)
     if shape[3] == K and HV and shape[1] > HV and shape[1] % HV == 0:
         return (f"it holds {shape[1]} heads, {shape[1] // HV} times as many: slice this rank's {HV} heads on axis 1",)
     return ()

@@ -1,0 +1,57 @@
+"""The layer as a Flax NNX module: a thin holder of its weights. Needs the extra `flax`."""
+
+import dataclasses
+
+from flax import nnx
+
+from kda_jax.layer import KDACache, KDAConfig, KDAParams, init_cache, init_params, kda_decode, kda_prefill
+
+
+class KDALayer(nnx.Module):
+    """A KDA layer whose weights are `nnx.Param`s under the names of `KDAParams`.
+
+    Args:
+      config: `KDAConfig`.
+      params: `KDAParams` of a checkpoint; random ones where it is None.
+      dtype: of random weights.
+      rngs: `nnx.Rngs` for random weights.
+
+    The cache is no part of the module: it belongs to the requests, and is passed and returned, so that a donating
+    `nnx.jit` advances it in place.
+
+    >>> import jax, jax.numpy as jnp
+    >>> layer = KDALayer(KDAConfig(D=16, H=1, HV=2, K=8, V=4), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    >>> cache = layer.init_cache(3, conv_dtype=jnp.float32)
+    >>> step = nnx.jit(lambda layer, cache: layer.decode(jnp.ones((2, 16)), cache, jnp.array([2, -1])))
+    >>> y, cache = step(layer, cache)
+    >>> y.shape, len(jax.tree.leaves(nnx.state(layer, nnx.Param)))
+    ((2, 16), 14)
+    """
+
+    def __init__(self, config: KDAConfig, *, params: KDAParams | None = None, dtype=None, rngs: nnx.Rngs | None = None):
+        self.config = config
+        if params is None:
+            if rngs is None:
+                raise ValueError("KDALayer needs `params`, or `rngs` to make random ones")
+            params = init_params(config, rngs.params(), **({} if dtype is None else {"dtype": dtype}))
+        for field in dataclasses.fields(params):
+            weight = getattr(params, field.name)
+            setattr(self, field.name, None if weight is None else nnx.Param(weight))
+
+    @property
+    def params(self) -> KDAParams:
+        """The weights as the functions take them."""
+        weights = {field.name: getattr(self, field.name) for field in dataclasses.fields(KDAParams)}
+        return KDAParams(**{name: None if x is None else x[...] for name, x in weights.items()})
+
+    def init_cache(self, num_slots, **dtypes) -> KDACache:
+        """As `kda_jax.init_cache`."""
+        return init_cache(self.config, num_slots, **dtypes)
+
+    def decode(self, x, cache, slots, *, implementation="auto"):
+        """As `kda_jax.kda_decode`."""
+        return kda_decode(self.params, x, cache, slots, config=self.config, implementation=implementation)
+
+    def prefill(self, x, cache, slots, cu_seqlens, *, fresh=None):
+        """As `kda_jax.kda_prefill`."""
+        return kda_prefill(self.params, x, cache, slots, cu_seqlens, config=self.config, fresh=fresh)
