@@ -481,6 +481,7 @@ shapes = st.tuples(st.sampled_from(["F32", "BF16", "U8"]), st.lists(st.integers(
 headers = st.dictionaries(names, entries, max_size=6).map(lambda x: json.dumps(x).encode())
 
 
+@pytest.mark.slow
 def test_fuzzed_headers_give_a_verdict_or_a_clear_error(fuzz_folder):
     path = fuzz_folder / "model.safetensors"
     valid = path.read_bytes()

@@ -14,6 +14,7 @@ BUDGET = {("short memory", "float32"): 5e-7, ("short memory", "bfloat16"): 1e-2}
 BUDGET |= {("long memory", "float32"): 5e-6, ("long memory", "bfloat16"): 5e-2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", drift.MEMORIES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS if ON_GPU else ["xla"])
 def test_2048_steps_stay_within_the_budget(implementation, memory):

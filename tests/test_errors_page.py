@@ -18,7 +18,19 @@ CONTRACTS = {x.name: x for x in vars(kda_contracts).values() if isinstance(x, Co
 # Where messages for callers are written, the tables apart.
 SOURCES = {
     "contracts/kda_contracts": ("judge", "options", "normalize", "checkpoint", "safetensors_header"),
-    "kda_jax": ("dispatch", "layouts", "sequences", "slots", "transforms", "update"),
+    "kda_jax": (
+        "checkpoint",
+        "chunk",
+        "dispatch",
+        "layer",
+        "layouts",
+        "nnx",
+        "sequences",
+        "sharding",
+        "slots",
+        "transforms",
+        "update",
+    ),
 }
 FENCE = re.compile(r"(^##[^\n]*\n\n)?^```(\w+)\n(.*?)^```", re.M | re.S)
 

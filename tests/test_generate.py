@@ -18,6 +18,7 @@ def example():
     return module
 
 
+@pytest.mark.slow
 def test_it_runs_saves_and_loads(example, tmp_path, capsys):
     arguments = ["--requests", "5", "--slots", "2", "--new-tokens", "6", "--temperature", "0.7"]
     assert example.main([*arguments, "--save", str(tmp_path / "weights.npz")]) == 0
@@ -28,6 +29,7 @@ def test_it_runs_saves_and_loads(example, tmp_path, capsys):
     assert first.splitlines()[1:] == again.splitlines()[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_neither_the_batch_nor_the_slots_change_a_requests_tokens(example, temperature):
     model = example.init_model(jax.random.key(3))

@@ -90,16 +90,17 @@ def test_prefill_and_decode_meet_a_float64_layer(name):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
 def test_prefill_then_decode_is_prefill_of_one_more(T, name):
-    """In a batch with an empty sequence, a padded one and a short one."""
+    """In a batch with an empty sequence, a padded and a short one, and tokens of none: one compilation for all T."""
     config, params, cache = make(name)
     lengths, slots = (T, 0, 5, 2), jnp.array([3, 1, -1, 6])
     bounds = np.cumsum((0, *lengths))
-    x = inputs(bounds[-1], config.D)
+    x = inputs(220, config.D)
     one_more = inputs(4, config.D, seed=9)
     y, after = prefill(params, x, cache, slots, jnp.asarray(bounds), config=config)
     last, stepped = decode(params, one_more, after, slots, config=config)
 
-    longer = np.concatenate(
+    longer = np.zeros_like(x)
+    longer[: bounds[-1] + 4] = np.concatenate(
         [np.append(x[a:b], one_more[n : n + 1], 0) for n, (a, b) in enumerate(itertools.pairwise(bounds))]
     )
     ends = bounds + np.arange(5)

@@ -52,6 +52,7 @@ def draw_call(data, sizes):
     return call
 
 
+@pytest.mark.slow
 @FEW
 @given(data=st.data(), sizes=sizes_for_xla, options=options)
 def test_xla(data, sizes, options):
@@ -59,6 +60,7 @@ def test_xla(data, sizes, options):
     assert_meets_oracle(call, *decode(call.operands, "xla", **options), **options)
 
 
+@pytest.mark.slow
 @settings(FEW, max_examples=60 if ON_GPU else 15)
 @given(data=st.data(), sizes=sizes_for_kernels, options=options)
 def test_mosaic_gpu(data, sizes, options):
