@@ -57,9 +57,12 @@ def suite():
     """What passed on that machine."""
     results = load("tests")
     passed = f"{results['tests']['passed']} tests passed, {results['gpu_tests']['passed']} of them for GPUs only"
-    return [
-        f"The suite on that machine, commit {results['commit'][:7]}: {passed}, and {results['tests']['failed']} failed."
+    lines = [
+        f"The suite on that machine, commit {results['commit'][:7]}: {passed}, {results['tests']['failed']} failed."
     ]
+    for failure in results.get("failures", ()):
+        lines.append(f"- {failure['tests']} ({failure['reason']}); by themselves: {failure['alone']}")
+    return lines
 
 
 def shares(name):
