@@ -60,9 +60,8 @@ def suite():
     lines = [
         f"The suite on that machine, commit {results['commit'][:7]}: {passed}, {results['tests']['failed']} failed."
     ]
-    for failure in results.get("failures", ()):
-        lines.append(f"- {failure['tests']} ({failure['reason']}); by themselves: {failure['alone']}")
-    return lines
+    failures = results.get("failures", ())
+    return lines + [f"- {x['tests']} ({x['reason']}); by themselves: {x['alone']}" for x in failures]
 
 
 def shares(name):
