@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kda_contracts import LAYER_DECODE, LAYER_PREFILL, check, layer_numbers
+from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check, layer_numbers
 from kda_jax import gates
 from kda_jax.chunk import chunk_kda
 from kda_jax.conv import conv_decode, conv_prefill
@@ -101,25 +101,30 @@ def config_from_hf(config) -> KDAConfig:
     return KDAConfig(**layer_numbers(config))
 
 
-def init_cache(config: KDAConfig, num_slots, *, state_dtype=jnp.float32, conv_dtype=jnp.bfloat16) -> KDACache:
+def init_cache(config: KDAConfig, num_slots, *, ranks=1, state_dtype=jnp.float32, conv_dtype=jnp.bfloat16) -> KDACache:
     """An empty cache: zeros, which are a fresh request's state.
 
     Args:
       config: the layer's.
       num_slots: S.
+      ranks: of tensor parallelism; the cache is one rank's, with its part of the heads.
       state_dtype: of the recurrent states. conv_dtype: of the convolution's inputs, best the activations' own.
 
     Returns:
       `KDACache`: `conv` `[S, 2*H*K+HV*V, W-1]`, `state` `[S, HV, V, K]`.
 
     Raises:
-      Nothing of its own.
+      ContractError: the heads cannot be split over so many ranks.
 
     >>> cache = init_cache(KDAConfig(D=16, H=1, HV=2, K=8, V=4), 3)
     >>> cache.conv.shape, cache.state.shape
     ((3, 24, 3), (3, 2, 4, 8))
     """
-    c = config
+    if ranks < 1 or config.H % ranks or config.HV % ranks:
+        raise ContractError(
+            f"kda_jax.init_cache: H={config.H} and HV={config.HV} heads cannot be split over {ranks} ranks"
+        )
+    c = dataclasses.replace(config, H=config.H // ranks, HV=config.HV // ranks)
     return KDACache(
         conv=jnp.zeros((num_slots, c.channels, c.W - 1), conv_dtype),
         state=jnp.zeros((num_slots, c.HV, c.V, c.K), state_dtype),
@@ -285,7 +290,7 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
 
 def _local(config, params):
     """The config of the heads that are here: all of them, or a shard's."""
-    HV = params.A_log.shape[0]
+    HV = params.A_log.shape[0] if params.A_log.ndim == 1 else config.HV  # another A_log is its own fault
     return dataclasses.replace(config, HV=HV, H=max(1, config.H * HV // config.HV))
 
 

@@ -121,8 +121,7 @@ def join_packed(x, shards, config: KDAConfig, *, axis=-1):
 
 def _reorder(name, x, shards, config, axis, *, shards_first):
     c = config
-    if shards < 1 or c.H % shards or c.HV % shards:
-        raise ContractError(f"kda_jax.{name}: H={c.H} and HV={c.HV} heads cannot be cut over {shards} shards")
+    _refuse_torn_heads(name, config, shards)
     if x.shape[axis] != c.channels:
         raise ContractError(
             f"kda_jax.{name}: axis {axis} must have 2*H*K+HV*V = {c.channels} elements (got {x.shape[axis]})"
@@ -137,6 +136,11 @@ def _reorder(name, x, shards, config, axis, *, shards_first):
         split = [y.reshape(*x.shape[:-1], shards, part) for y, part in zip(pieces, parts, strict=True)]
         x = jnp.concatenate(split, axis=-1).reshape(x.shape)
     return jnp.moveaxis(x, -1, axis)
+
+
+def _refuse_torn_heads(name, config, shards):
+    if shards < 1 or config.H % shards or config.HV % shards:
+        raise ContractError(f"kda_jax.{name}: H={config.H} and HV={config.HV} heads cannot be cut over {shards} shards")
 
 
 def local_slots(indices, shard, slots_per_shard):
@@ -212,6 +216,7 @@ def sharded_decode(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=No
     >>> step(params, jnp.ones((2, 16), jnp.bfloat16), cache, jnp.array([3, 0]))[0].shape
     (2, 16)
     """
+    _refuse_torn_heads("sharded_decode", config, 1 if heads is None else mesh.shape[heads])
     cache = cache_specs(heads, rows)
 
     def step(params, x, cache, slots):
@@ -230,9 +235,9 @@ def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=N
       mesh, config, params, heads, rows: as `sharded_decode`.
 
     Returns:
-      A function `(params, x, cache, slots, cu_seqlens) -> (y, cache)` for `jit`. Without `rows`, `x` is `[T, D]`,
-      `slots` `[N]`, `cu_seqlens` `[N+1]`. With R shards of rows, each has T/R tokens and N/R sequences of its own, end
-      to end from its first token, and `cu_seqlens` is `[R, N/R+1]`.
+      A function `(params, x, cache, slots, cu_seqlens, fresh=None) -> (y, cache)` for `jit`. Without `rows`, `x` is
+      `[T, D]`, `slots` `[N]`, `cu_seqlens` `[N+1]`. With R shards of rows, each has T/R tokens and N/R sequences of its
+      own, end to end from its first token, and `cu_seqlens` is `[R, N/R+1]`.
 
     Raises:
       ContractError: as `kda_prefill`, and for heads that cannot be cut so.
@@ -245,15 +250,24 @@ def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=N
     >>> step(params, jnp.ones((5, 16), jnp.bfloat16), cache, jnp.array([3, 0]), jnp.array([0, 3, 5]))[0].shape
     (5, 16)
     """
+    _refuse_torn_heads("sharded_prefill", config, 1 if heads is None else mesh.shape[heads])
     cache = cache_specs(heads, rows)
 
-    def step(params, x, cache, slots, cu_seqlens):
+    def step(params, x, cache, slots, cu_seqlens, fresh):
         cu_seqlens = cu_seqlens if rows is None else cu_seqlens[0]
-        y, cache = kda_prefill(params, x, cache, _own(slots, cache, rows), cu_seqlens, config=config)
+        slots = _own(slots, cache, rows)
+        y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, config=config, fresh=fresh)
         return _summed(y, heads), cache
 
-    specs = (params_specs(params, heads), P(rows, None), cache, P(rows), P() if rows is None else P(rows, None))
-    return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False)
+    bounds = P() if rows is None else P(rows, None)
+    specs = (params_specs(params, heads), P(rows, None), cache, P(rows), bounds, P(rows))
+    over_mesh = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False)
+
+    def prefill(params, x, cache, slots, cu_seqlens, fresh=None):
+        fresh = jnp.zeros(slots.shape, bool) if fresh is None else fresh
+        return over_mesh(params, x, cache, slots, cu_seqlens, fresh)
+
+    return prefill
 
 
 def _own(slots, cache, rows):

@@ -200,6 +200,8 @@ def test_the_layer_differentiates():
     ("change", "message"),
     [
         (lambda p, c: (dataclasses.replace(p, q_proj=p.q_proj.T), c), "`q_proj` must have shape (24, 32)"),
+        (lambda p, c: (dataclasses.replace(p, q_proj=p.q_proj.T), c), "transposed: q_proj.T"),
+        (lambda p, c: (dataclasses.replace(p, A_log=p.A_log.reshape(1, 1, 4, 1)), c), "1 argument breaks the contract"),
         (lambda p, c: (dataclasses.replace(p, dt_bias=p.A_log), c), "`dt_bias` must have shape (64,) (got (4,))."),
         (lambda p, c: (dataclasses.replace(p, g_up=p.g_up[:5]), c), "`g_up` must have shape (8, 32), or (D, HV*V)"),
         (lambda p, c: (p, dataclasses.replace(c, conv=c.conv[:, :, :2])), "`conv` must have shape (7, 96, 3)"),

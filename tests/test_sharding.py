@@ -84,6 +84,18 @@ def test_prefill_equals_one_device(shape, names):
     assert_near(conv, after.conv, LIMIT)
 
 
+def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
+    mesh, (params, cache) = mesh_of((2, 4), ("dp", "tp")), layer(CONFIG)
+    x, slots = jax.random.normal(jax.random.key(3), (8, CONFIG.D)), jnp.array([1, 6])
+    fresh, bounds = jnp.array([True, False]), jnp.array([0, 4, 8])
+    wanted, after = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=CONFIG, fresh=fresh)
+    params, cache = sharding.place(params, cache, mesh, CONFIG, heads="tp", rows="dp")
+    step = jax.jit(sharding.sharded_prefill(mesh, CONFIG, params, heads="tp", rows="dp"))
+    y, got = step(params, x, cache, slots, jnp.array([[0, 4], [0, 4]]), fresh)
+    assert_near(y, wanted, LIMIT)
+    assert_near(got.state, after.state, LIMIT)
+
+
 def test_a_row_on_the_wrong_shard_is_padded_there():
     mesh, (params, cache) = mesh_of((2,), ("dp",)), layer(CONFIG)
     before = np.asarray(cache.state)
@@ -110,6 +122,14 @@ def test_what_cannot_be_cut_is_refused():
     config = kda_jax.KDAConfig(D=1, H=2, HV=4, K=3, V=5)
     with pytest.raises(ContractError, match="H=2 and HV=4 heads cannot be cut over 4 shards"):
         sharding.split_packed(jnp.zeros(32), 4, config)
+    mesh = mesh_of((4,), ("tp",))
+    params = jax.eval_shape(lambda: kda_jax.init_params(config, jax.random.key(0)))
+    for make in (sharding.sharded_decode, sharding.sharded_prefill):
+        with pytest.raises(ContractError, match="heads cannot be cut over 4 shards"):
+            make(mesh, config, params, heads="tp")
+    with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
+        kda_jax.init_cache(config, 3, ranks=4)
+    assert kda_jax.init_cache(config, 3, ranks=2).conv.shape == (3, 16, 3)
     with pytest.raises(ContractError, match=r"axis -1 must have 2\*H\*K\+HV\*V = 32 elements \(got 31\)"):
         sharding.join_packed(jnp.zeros(31), 2, config)
 

@@ -19,6 +19,8 @@ def for_shape(argument, operand, arrays, sizes, pool=None):
         return cure[0]
     if argument == pool and array.ndim == 1 and None not in (slot := [sizes.get(x) for x in ("HV", "V", "K")]):
         return f"a flat pool holds whole slots of HV*V*K = {math.prod(slot)} elements"
+    if None not in wanted and array.ndim == 2 and array.shape == wanted[::-1] != wanted:
+        return f"transposed: {argument}.T"
     if None not in wanted and array.ndim != len(wanted) and array.size == math.prod(wanted):
         arguments = ", ".join(map(str, wanted))
         return f"the same elements in another shape: {argument}.reshape({arguments})"
