@@ -36,10 +36,13 @@ def conv_decode(x, weight, pool, slots):
     slots = jnp.where(live, slots, S)
     x = jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
     past = state.at[slots].get(mode="fill", fill_value=0)
-    window = jnp.concatenate([past, x[:, :, None].astype(state.dtype)], axis=2)
-    seen = jnp.concatenate([past.astype(jnp.float32), x[:, :, None].astype(jnp.float32)], axis=2)
-    y = _silu((seen * weight.astype(jnp.float32)[None]).sum(-1)).astype(x.dtype)
-    state = state.at[slots].set(window[:, :, 1:], mode="drop")
+    weights = weight.astype(jnp.float32)
+    y = x.astype(jnp.float32) * weights[None, :, -1]
+    for tap in range(weight.shape[1] - 1):  # one loop over channels for a GPU, where a sum over W = 4 would be a kernel
+        y = y + past[:, :, tap].astype(jnp.float32) * weights[None, :, tap]
+    y = _silu(y).astype(x.dtype)
+    window = jnp.concatenate([past[:, :, 1:], x[:, :, None].astype(state.dtype)], axis=2)[:, :, : past.shape[2]]
+    state = state.at[slots].set(window, mode="drop")
     if is_ref(pool):
         pool[...] = state
         return y, None
@@ -79,7 +82,8 @@ def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
     start, length = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
     owner = owners(cu_seqlens, T)
     position = jnp.arange(T, dtype=jnp.int32) - jnp.append(start, 0)[owner].astype(jnp.int32)
-    x = jnp.where(jnp.append(live, False)[owner][:, None], x, jnp.zeros((), x.dtype))
+    held = jnp.append(live, False)[owner][:, None]
+    x = jnp.where(held, x, jnp.zeros((), x.dtype))
 
     f32, weights = jnp.float32, weight.astype(jnp.float32)
     past = state.at[sources].get(mode="fill", fill_value=0)  # [N, C, W-1]
@@ -91,7 +95,7 @@ def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
         carried = (past[:, :, first:].astype(f32) * weights[None, :, : W - 1 - first]).sum(-1)
         token = jnp.where(length > first, start + first, T)
         y = y.at[token].add(carried, mode="drop")
-    y = _silu(y).astype(x.dtype)
+    y = jnp.where(held, _silu(y), 0).astype(x.dtype)
 
     # The last W-1 inputs of each sequence, from x where it is long enough, else from the slot.
     at = length[:, None] - (W - 1) + jnp.arange(W - 1, dtype=length.dtype)[None]  # [N, W-1], negative: in the slot
