@@ -70,7 +70,8 @@ def chunk_kda(
 
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref. Memory is linear in
-      T. float32 operands are multiplied in full float32; narrower ones with a GPU's default for float32 (TF32).
+      T. A value that is not finite poisons its chunk of 64 tokens, those before it too. float32 operands are multiplied
+      in full float32; narrower ones with a GPU's default for float32 (TF32).
 
     Raises:
       ContractError, TypeError: as `packed_decode`.
@@ -90,10 +91,10 @@ def chunk_kda(
     options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out_dtype=out_dtype)
     sizes = check(CHUNK_KDA, **arrays, **options)
     dispatch.refuse_what_holds_no_values(CHUNK_KDA, arrays)
-    out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
-    if 0 in (sizes.B, sizes.T, sizes.N, sizes.S):
+    out_dtype = jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype)
+    if 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
         out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)
-        return out, None if is_ref(initial_state) else jnp.asarray(initial_state)
+        return out, None if is_ref(initial_state) else jnp.asarray(arrays["initial_state"])
     *tensors, pool, slots, sources, cu_seqlens = arrays.values()
     return kda_chunk_xla(
         *tensors,
@@ -139,6 +140,7 @@ def kda_chunk_xla(
         take, inside, first, owner = _rows_in_chunks(B, T, live)
         written = live
     else:
+        cu_seqlens = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
         take, inside, first, owner = _sequences_in_chunks(cu_seqlens, T, live)
         written = live & (cu_seqlens[1:] > cu_seqlens[:-1])
     q, k, v, log_decay, beta = (_in_chunks(x, take, inside) for x in (q, k, v, log_decay, beta))

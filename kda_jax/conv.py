@@ -8,7 +8,6 @@ from kda_jax.sequences import owners
 from kda_jax.slots import as_int32, is_ref
 
 
-@jax.jit
 def conv_decode(x, weight, pool, slots):
     """One token of each row: convolved with the last W-1 inputs of its slot, which then move on by one.
 
@@ -30,8 +29,15 @@ def conv_decode(x, weight, pool, slots):
     >>> float(y[0, 0]), pool.tolist()
     (42.0, [[[4.0]]])
     """
+    return _decode(x, weight, pool, as_int32(slots))
+
+
+@jax.jit
+def _decode(x, weight, pool, slots):
     state = pool[...] if is_ref(pool) else pool
-    S, slots = state.shape[0], as_int32(slots)
+    S = state.shape[0]
+    if S == 0:
+        return jnp.zeros_like(x), None if is_ref(pool) else state
     live = (slots >= 0) & (slots < S)
     slots = jnp.where(live, slots, S)
     x = jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
@@ -49,7 +55,6 @@ def conv_decode(x, weight, pool, slots):
     return y, state
 
 
-@jax.jit
 def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
     """All tokens of sequences that lie end to end; each continues its slot's last W-1 inputs.
 
@@ -73,15 +78,22 @@ def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
     >>> y.ravel().tolist(), pool.tolist()
     ([42.0, 54.0], [[[5.0]]])
     """
+    sources = slots if sources is None else sources
+    return _prefill(x, weight, pool, as_int32(slots), as_int32(cu_seqlens), as_int32(sources))
+
+
+@jax.jit
+def _prefill(x, weight, pool, slots, cu_seqlens, sources):
     state = pool[...] if is_ref(pool) else pool
     (T, C), W, S = x.shape, weight.shape[1], state.shape[0]
-    slots = as_int32(slots)
-    sources = slots if sources is None else as_int32(sources)
+    if 0 in (T, S, slots.shape[0]):
+        return jnp.zeros_like(x), None if is_ref(pool) else state
+    cu_seqlens = jnp.clip(cu_seqlens, 0, T)
     live = (slots >= 0) & (slots < S)
     sources = jnp.where(live & (sources >= 0) & (sources < S), sources, S)
     start, length = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
     owner = owners(cu_seqlens, T)
-    position = jnp.arange(T, dtype=jnp.int32) - jnp.append(start, 0)[owner].astype(jnp.int32)
+    position = jnp.arange(T, dtype=jnp.int32) - jnp.append(start, 0)[owner]
     held = jnp.append(live, False)[owner][:, None]
     x = jnp.where(held, x, jnp.zeros((), x.dtype))
 

@@ -61,7 +61,7 @@ def log_decay(x, A_log, lower_bound, softplus_beta=1.0, softplus_threshold=20.0)
 
 
 def _sharpened(x, beta, threshold):
-    value = softplus(x) if beta == 1.0 else softplus(jnp.minimum(x * beta, FLOAT32_MAX)) / beta
+    value = softplus(x) if beta == 1.0 else _below_infinity(softplus(jnp.minimum(x * beta, FLOAT32_MAX)) / beta)
     return value if threshold >= 20.0 else jnp.where(x * beta > threshold, x, value)
 
 

@@ -14,6 +14,7 @@ from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
 from kda_jax.sequences import owners
+from kda_jax.slots import as_int32
 
 Leaf = Any  # an array, or what stands for it in a tree of the same form: a shape, a PartitionSpec
 
@@ -151,10 +152,10 @@ def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
     keys = iter(jax.random.split(key, 16))
 
     def normal(rows, *columns):
-        return (jax.random.normal(next(keys), (rows, *columns)) * rows**-0.5).astype(dtype)
+        return (jax.random.normal(next(keys), (rows, *columns), jnp.float32) * rows**-0.5).astype(dtype)
 
     def kernel(channels):
-        return (jax.random.normal(next(keys), (channels, c.W)) * c.W**-0.5).astype(dtype)
+        return (jax.random.normal(next(keys), (channels, c.W), jnp.float32) * c.W**-0.5).astype(dtype)
 
     keys_wide, values_wide = c.H * c.K, c.HV * c.V
     low_rank = c.gate_rank is not None
@@ -168,8 +169,8 @@ def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
         f_down=normal(c.D, c.K),
         f_up=normal(c.K, c.HV * c.K),
         b_proj=normal(c.D, c.HV),
-        A_log=jnp.log(jax.random.uniform(next(keys), (c.HV,), minval=1.0, maxval=16.0)),
-        dt_bias=jax.random.normal(next(keys), (c.HV * c.K,)) - 2.0,
+        A_log=jnp.log(jax.random.uniform(next(keys), (c.HV,), jnp.float32, minval=1.0, maxval=16.0)),
+        dt_bias=jax.random.normal(next(keys), (c.HV * c.K,), jnp.float32) - 2.0,
         g_down=normal(c.D, c.gate_rank) if low_rank else None,
         g_up=normal(c.gate_rank or c.D, values_wide),
         norm=jnp.ones(c.V, dtype),
@@ -208,9 +209,11 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
     ((2, 16), False, True)
     """
     local = _local(config, params)
-    sizes = check(LAYER_DECODE, _letters(local), x=x, slots=slots, **_arrays(params, cache))
-    channels = _project(params, x)
-    mixed_qkv, conv = conv_decode(channels, _kernels(params), cache.conv, slots)
+    sizes = _judge(LAYER_DECODE, params, cache, local, x=x, slots=slots)
+    slots = as_int32(slots)
+    live = (slots >= 0) & (slots < sizes.S)
+    x = _masked(x, live)
+    mixed_qkv, conv = conv_decode(_project(params, x), _kernels(params), cache.conv, slots)
     out, state = packed_decode(
         mixed_qkv,
         _forget(params, x),
@@ -223,7 +226,6 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
         lower_bound=config.lower_bound,
         implementation=implementation,
     )
-    live = (slots >= 0) & (slots < sizes.S)
     return _output(params, x, out[:, 0], live, local), KDACache(conv, state)
 
 
@@ -256,11 +258,13 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
     ((5, 16), [True, False, True])
     """
     local = _local(config, params)
-    sizes = check(LAYER_PREFILL, _letters(local), x=x, slots=slots, cu_seqlens=cu_seqlens, **_arrays(params, cache))
-    T = x.shape[0]
+    operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh)
+    sizes = _judge(LAYER_PREFILL, params, cache, local, **operands)
+    T, slots, cu_seqlens = x.shape[0], as_int32(slots), as_int32(cu_seqlens)
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
-    channels = _project(params, x)
-    mixed, conv = conv_prefill(channels, _kernels(params), cache.conv, slots, cu_seqlens, sources)
+    live = jnp.append((slots >= 0) & (slots < sizes.S), False)[owners(cu_seqlens, T)]
+    x = _masked(x, live)
+    mixed, conv = conv_prefill(_project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources)
     q, k, v = jnp.split(mixed, [local.H * local.K, 2 * local.H * local.K], axis=1)
     maths = gates.Maths(1.0, True, config.lower_bound)
     f32 = jnp.float32
@@ -284,14 +288,26 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
         cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=True,
     )
-    live = (slots >= 0) & (slots < sizes.S)
-    return _output(params, x, out[0], jnp.append(live, False)[owners(cu_seqlens, T)], local), KDACache(conv, state)
+    return _output(params, x, out[0], live, local), KDACache(conv, state)
 
 
 def _local(config, params):
     """The config of the heads that are here: all of them, or a shard's."""
     HV = params.A_log.shape[0] if params.A_log.ndim == 1 else config.HV  # another A_log is its own fault
     return dataclasses.replace(config, HV=HV, H=max(1, config.H * HV // config.HV))
+
+
+def _judge(contract, params, cache, config, **operands):
+    """The sizes of a step, or a ContractError; the output gate's two weights are judged together."""
+    sizes = check(contract, _letters(config), **operands, **_arrays(params, cache))
+    rows, letter = (config.D, "D") if params.g_down is None else (config.V, "V")
+    if params.g_up.shape[0] != rows:
+        beside = "without" if params.g_down is None else "beside"
+        raise ContractError(
+            f"{contract.name}: `g_up` must be [{letter}, HV*V] = ({rows}, {config.HV * config.V}) {beside} a `g_down` "
+            f"(got {params.g_up.shape})"
+        )
+    return sizes
 
 
 def _letters(config):
@@ -302,6 +318,11 @@ def _arrays(params, cache):
     """The weights and pools by name, without those that are None."""
     arrays = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return {name: x for name, x in arrays.items() if x is not None} | dict(conv=cache.conv, state=cache.state)
+
+
+def _masked(x, live):
+    """x with zeros where a token is not live: what stands there may be anything, and disturbs no derivative."""
+    return jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
 
 
 def _times(x, weight):
@@ -315,7 +336,7 @@ def _project(params, x):
 
 
 def _kernels(params):
-    return jnp.concatenate([params.q_conv, params.k_conv, params.v_conv])
+    return jnp.concatenate([w.astype(jnp.float32) for w in (params.q_conv, params.k_conv, params.v_conv)])
 
 
 def _forget(params, x):
@@ -330,4 +351,4 @@ def _output(params, x, out, live, config):
         gate = gate + params.g_bias.astype(gate.dtype)[None]
     normed = gated_rms_norm(out, gate.reshape(out.shape), params.norm, config.norm_eps)
     y = _times(normed.reshape(-1, config.HV * config.V), params.o_proj)
-    return jnp.where(live[:, None], y, jnp.zeros((), y.dtype))
+    return _masked(y, live)

@@ -353,7 +353,11 @@ def kda_update_mosaic_gpu(
 
 def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, update_state=True, intermediate=False):
     """`(out [B*T, HV, V], pool, intermediate [B*T, HV, V, K] or None)` of operands by name; None is left out."""
-    operands = {name: inference_only(x) if x.dtype.kind == "f" else x for name, x in operands.items() if x is not None}
+    operands = {
+        name: inference_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for name, x in operands.items()
+        if x is not None
+    }
     HV, K, V = sizes.HV, sizes.K, sizes.V
     rows, tokens = operands["slots"].shape[0], operands["a"].shape[0]
     config = config or choose_config(sizes, pool.dtype)
@@ -362,7 +366,8 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
 
     written = update_state or "writes" in operands
     if is_ref(pool):
-        operands["slots"] = ref_must_be_mapped(pool, *_slots_first(operands))
+        if written:
+            operands["slots"] = ref_must_be_mapped(pool, *_slots_first(operands))
         state = pool[...]  # the Ref's own buffer: nothing is copied inside jit
     else:
         state = inference_only(pool)

@@ -118,7 +118,9 @@ def _update(
     f32, (T, HV) = jnp.float32, tokens[4].shape[1:]
     state = pool[...] if is_ref(pool) else pool  # of a Ref, its own buffer: nothing is copied inside jit
     S = state.shape[0]
-    if is_ref(pool):
+    if cu_seqlens is not None:
+        cu_seqlens = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
+    if is_ref(pool) and (update_state or writes is not None):
         others = (x for x in (A_log, dt_bias, sources, cu_seqlens, writes) if x is not None)
         slots = ref_must_be_mapped(pool, slots, *tokens, *others)
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kda_contracts import ContractError
 from kda_jax.layer import KDACache, KDAConfig, KDAParams, kda_decode, kda_prefill
+from kda_jax.slots import as_int32
 
 
 def packed_decode_specs(heads, rows=None):
@@ -152,7 +153,7 @@ def local_slots(indices, shard, slots_per_shard):
       slots_per_shard: S of one shard's pool.
 
     Returns:
-      `[B]`, of the same dtype.
+      `[B]` int32.
 
     Raises:
       Nothing.
@@ -160,7 +161,7 @@ def local_slots(indices, shard, slots_per_shard):
     >>> local_slots(jnp.array([4, 1, -1, 7]), 1, 4).tolist()
     [0, -1, -1, 3]
     """
-    own = indices - shard * slots_per_shard
+    own = as_int32(indices) - shard * slots_per_shard
     return jnp.where((own >= 0) & (own < slots_per_shard), own, -1)
 
 
@@ -202,8 +203,8 @@ def sharded_decode(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=No
 
     Returns:
       A function `(params, x, cache, slots) -> (y, cache)` for `jit`, with everything as `place` puts it, `x` `[B, D]`
-      and `slots` `[B]`. Slots are global; with `rows`, a row's slot must be one of the shard that the row is on, or the
-      row is a padded one there.
+      and `slots` `[B]` (on a mesh of Explicit axes they must be placed too). Slots are global; with `rows`, a row's
+      slot must be one of the shard that the row is on, or the row is a padded one there.
 
     Raises:
       ContractError: as `kda_decode`, and for heads that cannot be cut so.

@@ -191,7 +191,8 @@ def _launch(operands, indices, pool, *, sizes, columns, maths, out_type, config,
     )
     operands = (*inference_only(operands), *(slots if x is None else x for x in indices))
     if is_ref(pool):
-        refuse_vmap_of_ref(pool, *operands)
+        if written:
+            refuse_vmap_of_ref(pool, *operands)
         out, states, state = call(operands, unfused(pool[...]))  # the Ref's own buffer: nothing is copied inside jit
         if written:
             pool[...] = unfused(state)

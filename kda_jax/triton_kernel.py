@@ -28,6 +28,7 @@ def _sharpened(x, beta: tl.constexpr, threshold: tl.constexpr, largest: tl.const
     value = _softplus(x)
     if beta != 1.0:
         value = _softplus(tl.where(x * beta > largest, largest, x * beta)) / beta
+        value = tl.where(value > largest, largest, value)
     if threshold < 20.0:
         value = tl.where(x * beta > threshold, x, value)
     return value

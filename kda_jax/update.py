@@ -41,7 +41,7 @@ def fused_sigmoid_gating_kda_update(
 
     Dense: B = N sequences of T tokens. With `cu_seqlens` (varlen): B = 1, and N sequences of unequal length lie end to
     end along T. An empty sequence reads and writes nothing. A padded sequence's `out` is zero, like that of a token
-    that no sequence holds. What is said of arrays' axes B, T holds for both; of them, one of length 1 may be left out
+    behind the last sequence. What is said of arrays' axes B, T holds for both; of them, one of length 1 may be left out
     in `a` and `b`.
 
     Args:
@@ -56,8 +56,8 @@ def fused_sigmoid_gating_kda_update(
       initial_state_source: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`; or flat, an array
         of S*HV*V*K elements. The whole pool.
       initial_state_indices: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded one.
-      cu_seqlens: None, or `[N+1]` int32 or int64: sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`
-        (`validate_cu_seqlens` checks the values on the host).
+      cu_seqlens: None, or `[N+1]` int32 or int64, from 0 on: sequence n is tokens `cu_seqlens[n]` to
+        `cu_seqlens[n+1] - 1` (`validate_cu_seqlens` checks the values on the host).
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
       use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
       lower_bound: None for the softplus gate, or a static finite number < 0 for the safe gate.
@@ -66,10 +66,13 @@ def fused_sigmoid_gating_kda_update(
       allow_neg_eigval: whether beta is doubled, to `(0, 2)`.
       update_state: whether the slot takes the state after the last token. False leaves it alone: a draft is verified.
       intermediate_states: False; or True, to return the state after every token; or `[B, T]` int8 to int64, slots of
-        the pool that take it (outside `[0, S)`: not kept). The slot of the last token is written last.
-      num_accepted_tokens: None, or `[N]` int8 to int64, with slots in `intermediate_states`: sequence n starts from
-        the state that the last call left in its slot of token `num_accepted_tokens[n] - 1`, or, where that is 0, in
-        its own slot. So a rejected draft costs nothing.
+        the pool that take it (outside `[0, S)`: not kept). They must differ from each other and from all other
+        sequences' slots.
+      num_accepted_tokens: None, or `[N]` int8 to int64, at most the sequence's length, with slots in
+        `intermediate_states`: sequence n starts from the state that the last call left in its slot of token
+        `num_accepted_tokens[n] - 1` (a zero state if that was not kept), so that a rejected token costs nothing. Where
+        it is 0, or more than the length, it starts from its own slot: right only if no token was accepted since that
+        slot was written. A target model that adds a token of its own accepts one at least; otherwise `commit`.
       out_dtype: dtype of `out`; None is that of `v`.
       implementation: "auto", "mosaic_gpu", "triton" or "xla", as in `packed_decode`.
 
@@ -179,8 +182,8 @@ def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
 
     Args:
       pool: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`.
-      intermediate: `[B, T, HV, V, K]` of the pool's dtype: the states after every token, as `intermediate_states=True`
-        returns them.
+      intermediate: `[B, T, HV, V, K]` float32, bfloat16 or float16: the states after every token, as
+        `intermediate_states=True` returns them; rounded to the pool's dtype.
       slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: passed over.
       num_accepted: `[N]` int8 to int64, 0 to the sequence's length. 0 leaves the slot as it is.
       cu_seqlens: as it was in the call that made the states.
@@ -250,7 +253,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
     shape = pool.shape
     if is_ref(pool) and len(shape) == 1:
         raise ContractError(f"{contract.name}: `{contract.pool}` may be flat as an array only: make the Ref 4-D")
-    if 0 in (B, T, sizes.N, sizes.S):
+    if 0 in (B, T, sizes.N, sizes.S, V):
         out = jnp.zeros((B, T, HV, V), out_dtype)
         states = jnp.zeros((B, T, HV, V, K), pool.dtype)
         pool = None if is_ref(pool) else jnp.asarray(pool)
@@ -300,7 +303,8 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
 def _accepted(accepted, indices, writes, cu_seqlens):
     """`[N]`: the slot that each sequence starts from: that of its last accepted token, or its own."""
     last = _last_accepted(accepted, writes.shape, cu_seqlens)
-    return jnp.where(accepted > 0, writes.reshape(-1)[last], indices)
+    lengths = writes.shape[1] if cu_seqlens is None else cu_seqlens[1:] - cu_seqlens[:-1]
+    return jnp.where((accepted > 0) & (accepted <= lengths), writes.reshape(-1)[last], indices)
 
 
 def _last_accepted(accepted, shape, cu_seqlens):

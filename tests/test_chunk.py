@@ -148,6 +148,21 @@ def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
         assert_near(got[name], expected[name], 1e-4)
 
 
+def test_boundaries_behind_the_tokens_touch_no_state():
+    x = operands(1, 5, N=2)
+    out, state = kda_jax.chunk_kda(**x, cu_seqlens=jnp.array([0, 1000, 1001]))
+    assert_same_bits(np.asarray(state)[x["slots"][1]], x["initial_state"][x["slots"][1]])
+    expected_out, expected = wanted(x, (0, 5, 5))
+    assert_near(out, expected_out, LIMIT)
+    assert_near(state, expected, LIMIT)
+
+
+def test_byte_order_is_no_matter():
+    x = operands(2, 5)
+    out, _ = kda_jax.chunk_kda(**x | {"v": x["v"].astype(">f4")})
+    assert_same_bits(out, kda_jax.chunk_kda(**x)[0])
+
+
 def test_a_ref_and_a_donated_pool():
     x = {name: jnp.asarray(y) for name, y in operands(2, 20).items()}
     out, state = kda_jax.chunk_kda(**x)

@@ -379,6 +379,8 @@ def test_B91_differentiation():
     for name in set(IMPLEMENTATIONS) - {"xla"}:
         with pytest.raises(NotImplementedError, match="implementation='xla' differentiates"), running(name):
             jax.grad(loss)(x["mixed_qkv"], name)
+        with pytest.raises(NotImplementedError, match="implementation='xla' differentiates"), running(name):
+            jax.grad(lambda row, name=name: loss(row, name).astype(jnp.float32))(x["mixed_qkv"].astype(jnp.bfloat16))
     gradient = jax.grad(loss)(x["mixed_qkv"], "xla")
     direction = np.random.default_rng(0).standard_normal(x["mixed_qkv"].shape)
     ends = [

@@ -155,6 +155,59 @@ def test_padded_rows_may_hold_anything():
     assert np.isfinite(np.asarray(after.state)).all() and np.isfinite(np.asarray(after.conv)).all()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int64"])
+def test_slots_of_any_width_in_a_large_pool(dtype):
+    """A pool of 200 slots, which int8 cannot count; 2**32, which is not slot 0."""
+    config, params, _ = make("softplus, low rank")
+    cache = kda_jax.init_cache(config, 200, conv_dtype=jnp.float32)
+    x, slots = inputs(3, config.D), np.array([5, -1, 100], np.int32)
+    narrow = slots.astype(dtype)
+    if dtype == "int64":
+        narrow[1] = 2**32
+    wanted, after = kda_jax.kda_decode(params, x, cache, slots, config=config)
+    assert np.asarray(wanted)[2].any()
+    y, got = kda_jax.kda_decode(params, x, cache, narrow, config=config)
+    assert_same_bits(y, wanted)
+    assert_same_bits(got.conv, after.conv)
+    bounds = np.arange(4, dtype=np.int64)
+    wanted, after = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config)
+    y, got = kda_jax.kda_prefill(params, x, cache, narrow, bounds, config=config)
+    assert_same_bits(y, wanted)
+    assert_same_bits(got.conv, after.conv)
+    assert_same_bits(got.state, after.state)
+
+
+def test_nan_where_nothing_is_live_reaches_no_derivative():
+    config, params, cache = make("softplus, low rank")
+    x = inputs(9, config.D).at[3:].set(jnp.nan)  # a padded sequence, and tokens of none
+
+    def loss(params, x, decode):
+        if decode:
+            y, after = kda_jax.kda_decode(
+                params, x[2:4], cache, jnp.array([1, -1]), config=config, implementation="xla"
+            )
+        else:
+            y, after = kda_jax.kda_prefill(params, x, cache, jnp.array([1, -1]), jnp.array([0, 3, 6]), config=config)
+        return (y**2).sum() + (after.state[1] ** 2).sum()
+
+    for decode in (False, True):
+        slopes = jax.grad(loss)(params, x, decode)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
+
+
+def test_nothing_to_do_is_a_step_like_any_other():
+    config, params, cache = make("safe, full rank")
+    x, none, empty = inputs(3, config.D), jnp.zeros(0, jnp.int32), kda_jax.init_cache(config, 0, conv_dtype=jnp.float32)
+    y, after = kda_jax.kda_prefill(params, x[:0], cache, jnp.array([1]), jnp.array([0, 0]), config=config)
+    assert y.shape == (0, config.D)
+    assert_same_bits(after.state, cache.state)
+    assert kda_jax.kda_decode(params, x[:0], cache, none, config=config)[0].shape == (0, config.D)
+    y, after = kda_jax.kda_decode(params, x, empty, jnp.array([0, 1, 2]), config=config)
+    assert not np.asarray(y).any()
+    y, after = kda_jax.kda_prefill(params, x, empty, jnp.array([0]), jnp.array([0, 3]), config=config)
+    assert not np.asarray(y).any()
+
+
 def test_a_donated_cache_and_refs_advance_in_place():
     config, params, cache = make("softplus, low rank")
     x, slots = inputs(2, config.D), jnp.array([1, 4])
@@ -217,6 +270,20 @@ def test_messages(change, message):
     with pytest.raises(ContractError) as error:
         kda_jax.kda_prefill(params, inputs(2, config.D), cache, jnp.array([0]), jnp.array([0, 2]), config=config)
     assert message in str(error.value)
+
+
+def test_what_only_prefill_or_the_gate_can_have_wrong():
+    config, params, cache = make("softplus, low rank")
+    x, slots, bounds = inputs(2, config.D), jnp.array([0]), jnp.array([0, 2])
+    for fresh in (jnp.array([True, False]), jnp.array([1])):
+        with pytest.raises(ContractError, match="`fresh` must"):
+            kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config, fresh=fresh)
+    for change, message in (
+        (dict(g_down=None), r"`g_up` must be \[D, HV\*V\] = \(24, 32\) without a `g_down` \(got \(8, 32\)\)"),
+        (dict(g_up=jnp.zeros((24, 32))), r"`g_up` must be \[V, HV\*V\] = \(8, 32\) beside a `g_down`"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            kda_jax.kda_decode(dataclasses.replace(params, **change), x, cache, jnp.array([0, 1]), config=config)
 
 
 def test_configs_of_released_models():

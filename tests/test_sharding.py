@@ -118,6 +118,15 @@ def test_a_packed_row_is_cut_by_heads():
     assert (np.asarray(sharding.split_packed(x.T, 2, config, axis=0)) == split.T).all()
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64"])
+def test_local_slots_of_any_width(dtype):
+    slots = np.array([5, 0, -1, 100], dtype)
+    assert sharding.local_slots(slots, 0, 200).tolist() == [5, 0, -1, 100]
+    assert sharding.local_slots(slots, 1, 60).tolist() == [-1, -1, -1, 40]
+    if dtype == "int64":
+        assert sharding.local_slots(slots + 2**32, 0, 200).tolist() == [-1] * 4
+
+
 def test_what_cannot_be_cut_is_refused():
     config = kda_jax.KDAConfig(D=1, H=2, HV=4, K=3, V=5)
     with pytest.raises(ContractError, match="H=2 and HV=4 heads cannot be cut over 4 shards"):

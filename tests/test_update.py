@@ -188,6 +188,20 @@ def test_a_rejected_draft_costs_nothing(implementation):
 
 
 @pytest.mark.parametrize("form", ["dense", "varlen"])
+def test_no_sequence_starts_from_anothers_slot(form):
+    """More accepted tokens than the sequence has in this call: its own slot, never a neighbour's."""
+    call = make_update(FORMS[form], padded=False)
+    lengths = np.diff(call.operands.get("cu_seqlens", np.arange(call.sizes.N + 1) * call.sizes.T))
+    pool = np.random.default_rng(1).standard_normal((40, *call.operands["initial_state_source"].shape[1:]), np.float32)
+    call.operands.update(initial_state_source=pool)
+    writes = np.arange(20, 20 + call.sizes.B * call.sizes.T, dtype=np.int32).reshape(call.sizes.B, call.sizes.T)
+    got = run(call, "xla", update_state=False, intermediate_states=writes, num_accepted_tokens=lengths + 1)
+    wanted = run(call, "xla", update_state=False, intermediate_states=writes)
+    for one, other in zip(got, wanted, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("form", ["dense", "varlen"])
 def test_commit_advances_by_the_accepted_tokens(form):
     call = make_update(FORMS[form])
     pool = call.operands["initial_state_source"]
@@ -284,6 +298,29 @@ def test_xla_differentiates_through_several_tokens():
         2 * step
     )
     assert abs(float((slope[1] * direction).sum()) - float(numeric)) <= 0.02 * abs(float(numeric))
+
+
+def test_boundaries_behind_the_tokens_touch_no_state():
+    for implementation in IMPLEMENTATIONS:
+        call = make_update((2, 3), padded=False)
+        x = call.operands | dict(cu_seqlens=np.array([0, 1000, 1001], np.int32))
+        _, state = run(Update(call.sizes, x, call.live, call.tokens), implementation)
+        assert_same_bits(np.asarray(state)[call.slots[1]], x["initial_state_source"][call.slots[1]])
+
+
+def test_a_pool_that_is_only_read_may_be_shared_under_vmap():
+    call = make_update(FORMS["dense"])
+    operands = {name: jnp.asarray(x) for name, x in call.operands.items()}
+    ref = jax.new_ref(operands.pop("initial_state_source"))
+    v = jnp.stack([operands.pop("v"), jnp.ones(call.operands["v"].shape, jnp.bfloat16)])
+
+    def step(v):
+        out, _ = kda_jax.fused_sigmoid_gating_kda_update(
+            **operands, v=v, initial_state_source=ref, update_state=False, implementation="xla"
+        )
+        return out
+
+    assert_same_bits(jax.jit(jax.vmap(step))(v)[0], run(call, "xla")[0])
 
 
 @pytest.mark.parametrize("sizes", [dict(B=0, N=0), dict(T=0), dict(S=0)], ids=str)

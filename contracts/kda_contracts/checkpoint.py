@@ -191,7 +191,7 @@ def layer_numbers(config) -> dict:
     if lower_bound is not None and not _is_lower_bound(lower_bound):
         raise BadFileError(Path("config.json"), f"the gate's lower bound is {lower_bound!r:.40}")
     config = config.get("text_config", config)
-    linear = config.get("linear_attn_config", {})
+    linear = config.get("linear_attn_config") or {}
     full = linear.get("use_full_rank_gate", config.get("use_full_rank_gate", False))
     eps = config.get("rms_norm_eps", config.get("norm_eps", 1e-5))
     return sizes | {"lower_bound": lower_bound, "norm_eps": eps, "gate_rank": None if full else sizes["V"]}

@@ -143,8 +143,10 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     words |= {"allowed": one_of(entry.dtypes), "got": array.dtype, "array": array} | extra
     words |= {"expected": entry.expected, "form": "varlen" if "cu_seqlens" in given else "dense"}
     words |= {name: arrays.get(name, ArrayFacts((), "none")) for name in contract.by_name if name in given}
-    if rule.kind in ("rank", "shape", "layout", "batch", "heads", "numel", "form") or rule.kind.startswith("packed"):
-        told = None if rule.kind in ("form", "heads") else f"{_expectation(entry, sizes)}, got {array}"
+    if rule.kind in ("rank", "shape", "layout", "batch", "heads", "numel", "form", "channels") or rule.kind.startswith(
+        "packed"
+    ):
+        told = None if rule.kind in ("form", "heads", "channels") else f"{_expectation(entry, sizes)}, got {array}"
         lines = (told or f"got {array}", remedy.for_shape(argument, entry, arrays, sizes, contract.pool))
     elif rule.kind == "dtype":
         lines = (f"got {array}", remedy.for_dtype(argument, array.dtype))
@@ -184,6 +186,8 @@ def _breaks(contract, kind, argument, arrays, sizes):
         return differ(sizes.get("B"), 1 if varlen else sizes.get("N")), {
             "wanted_rows": "one row" if varlen else "N rows"
         }
+    if kind == "channels":
+        return sizes.get("K") == 0, {}
     if kind == "heads":
         H, HV = sizes.get("H"), sizes.get("HV")
         return known(H) and known(HV) and (H == 0 or HV == 0 or HV % H != 0), {}

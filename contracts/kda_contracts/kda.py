@@ -125,6 +125,7 @@ def _update_rules(pool, slots, gates, options, *own, draft="intermediate_states 
         Rule("device", operands.removeprefix("q "), "All inputs must be on the same device."),
         Rule("shape", "k v", "`{argument}` must have shape {wanted} (got {array.shape})."),
         Rule("heads", "v", "Invalid head config: HV={HV} must be a multiple of H={H}."),
+        Rule("channels", "q", "`q` must have at least one key channel (got {array.shape})."),
         Rule("form", "q", "`q` of a {form} call must have {wanted_rows} (got B={B} for N={N} sequences)."),
         Rule("shape", "cu_seqlens", "`cu_seqlens` must have shape [N+1] (got {array.shape}; expected {wanted})."),
         *own,
@@ -322,6 +323,7 @@ LAYER_PREFILL = _layer(
     Operand("x", "T D", FLOATS, "the normed inputs of all sequences"),
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
     Operand("cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last one ends"),
+    Operand("fresh", "N", ("bool",), "whether a sequence starts from nothing", required=False),
 )
 
 

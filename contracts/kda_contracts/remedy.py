@@ -16,7 +16,8 @@ def for_shape(argument, operand, arrays, sizes, pool=None):
     if argument in cures and (cure := cures[argument](array, arrays, sizes)):
         return cure
     if argument == pool and array.ndim == 4 and (cure := for_pool(array.shape, sizes.get("HV"), sizes.get("K"), pool)):
-        return cure[0]
+        straight = array.shape[3] == sizes.get("V") or not _transposed(array.shape, sizes.get("HV"), sizes.get("K"))
+        return cure[0] if straight else None
     if argument == pool and array.ndim == 1 and None not in (slot := [sizes.get(x) for x in ("HV", "V", "K")]):
         return f"a flat pool holds whole slots of HV*V*K = {math.prod(slot)} elements"
     if None not in wanted and array.ndim == 2 and array.shape == wanted[::-1] != wanted:
