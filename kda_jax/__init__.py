@@ -14,12 +14,6 @@ from kda_jax.chunk import chunk_kda as chunk_kda
 from kda_jax.decode import packed_decode as packed_decode
 from kda_jax.dispatch import Explanation as Explanation
 from kda_jax.dispatch import explain as explain
-from kda_jax.layer import KDACache as KDACache
-from kda_jax.layer import KDAConfig as KDAConfig
-from kda_jax.layer import KDAParams as KDAParams
-from kda_jax.layer import config_from_hf as config_from_hf
-from kda_jax.layer import init_cache as init_cache
-from kda_jax.layer import init_params as init_params
 from kda_jax.layer import kda_decode as kda_decode
 from kda_jax.layer import kda_prefill as kda_prefill
 from kda_jax.layouts import pack_qkv as pack_qkv
@@ -32,3 +26,9 @@ from kda_jax.slots import validate_slots as validate_slots
 from kda_jax.update import commit as commit
 from kda_jax.update import fused_sigmoid_gating_kda_update as fused_sigmoid_gating_kda_update
 from kda_jax.update import recurrent_kda as recurrent_kda
+from kda_jax.weights import KDACache as KDACache
+from kda_jax.weights import KDAConfig as KDAConfig
+from kda_jax.weights import KDAParams as KDAParams
+from kda_jax.weights import config_from_hf as config_from_hf
+from kda_jax.weights import init_cache as init_cache
+from kda_jax.weights import init_params as init_params

@@ -27,7 +27,7 @@ from kda_contracts.cli import text as report_text
 from kda_contracts.kda import FLOATS
 from kda_contracts.options import judge_option
 from kda_contracts.safetensors_header import printable, read_json
-from kda_jax.layer import KDAConfig, KDAParams, config_from_hf
+from kda_jax.weights import KDAConfig, KDAParams, config_from_hf
 
 # A tensor's name -> the field of KDAParams, and what makes the one the other. Where it is cut stands in CHECKPOINT.
 FIELDS = {

@@ -1,13 +1,10 @@
 """A whole KDA layer: projections, short convolution, gates, recurrence, gated norm, output projection."""
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check, layer_numbers
+from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
 from kda_jax import gates
 from kda_jax.chunk import chunk_kda
 from kda_jax.conv import conv_decode, conv_prefill
@@ -15,167 +12,7 @@ from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
 from kda_jax.sequences import owners
 from kda_jax.slots import as_int32
-
-Leaf = Any  # an array, or what stands for it in a tree of the same form: a shape, a PartitionSpec
-
-
-@dataclass(frozen=True)
-class KDAConfig:
-    """The static numbers of a KDA layer, by the letters of the legend.
-
-    `lower_bound`: None for the softplus gate, else that of the safe gate. `gate_rank`: V for an output gate of low
-    rank, None for a full one.
-    """
-
-    D: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    W: int = 4
-    lower_bound: float | None = None
-    norm_eps: float = 1e-5
-    gate_rank: int | None = None
-
-    @property
-    def channels(self):
-        """Channels of the short convolution: q of all H heads, k of all H, v of all HV."""
-        return 2 * self.H * self.K + self.HV * self.V
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KDAParams:
-    """The weights of one layer, as `x @ w` takes them; any float dtype, `A_log` and `dt_bias` best in float32.
-
-    `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias`, which FLA's own layer has and
-    the released models have not, may be None.
-    """
-
-    q_proj: Leaf  # [D, H*K]
-    k_proj: Leaf  # [D, H*K]
-    v_proj: Leaf  # [D, HV*V]
-    q_conv: Leaf  # [H*K, W]
-    k_conv: Leaf  # [H*K, W]
-    v_conv: Leaf  # [HV*V, W]
-    f_down: Leaf  # [D, V] in FLA's layer, [D, K] in the released ones, which have K = V
-    f_up: Leaf  # [., HV*K]
-    b_proj: Leaf  # [D, HV]
-    A_log: Leaf  # [HV]
-    dt_bias: Leaf  # [HV*K]
-    g_up: Leaf  # [V, HV*V], or [D, HV*V] for a full rank
-    norm: Leaf  # [V]
-    o_proj: Leaf  # [HV*V, D]
-    g_down: Leaf = None  # [D, V]
-    g_bias: Leaf = None  # [HV*V]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KDACache:
-    """What one layer keeps for its requests: one slot each, in two pools, arrays or `jax.Ref`s.
-
-    A step that was given a Ref returns None in its place.
-    """
-
-    conv: Leaf  # [S, 2*H*K+HV*V, W-1], the last inputs of the short convolution, oldest first
-    state: Leaf  # [S, HV, V, K]
-
-
-def config_from_hf(config) -> KDAConfig:
-    """The config of a model's KDA layers.
-
-    Args:
-      config: what `config.json` holds, a dict: Kimi-Linear, Kimi-K3 or GLM-5.3 (with `linear_attn_config`, also inside
-        `text_config`), or FLA's (`model_type` "kda").
-
-    Returns:
-      `KDAConfig`.
-
-    Raises:
-      BadFileError: it is no KDA model's config, or a number is missing.
-
-    >>> linear = dict(num_heads=32, head_dim=128, short_conv_kernel_size=4, kda_layers=[1, 2, 3])
-    >>> config_from_hf(dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)).channels
-    12288
-    """
-    return KDAConfig(**layer_numbers(config))
-
-
-def init_cache(config: KDAConfig, num_slots, *, ranks=1, state_dtype=jnp.float32, conv_dtype=jnp.bfloat16) -> KDACache:
-    """An empty cache: zeros, which are a fresh request's state.
-
-    Args:
-      config: the layer's.
-      num_slots: S.
-      ranks: of tensor parallelism; the cache is one rank's, with its part of the heads.
-      state_dtype: of the recurrent states. conv_dtype: of the convolution's inputs, best the activations' own.
-
-    Returns:
-      `KDACache`: `conv` `[S, 2*H*K+HV*V, W-1]`, `state` `[S, HV, V, K]`.
-
-    Raises:
-      ContractError: the heads cannot be split over so many ranks.
-
-    >>> cache = init_cache(KDAConfig(D=16, H=1, HV=2, K=8, V=4), 3)
-    >>> cache.conv.shape, cache.state.shape
-    ((3, 24, 3), (3, 2, 4, 8))
-    """
-    if ranks < 1 or config.H % ranks or config.HV % ranks:
-        raise ContractError(
-            f"kda_jax.init_cache: H={config.H} and HV={config.HV} heads cannot be split over {ranks} ranks"
-        )
-    c = dataclasses.replace(config, H=config.H // ranks, HV=config.HV // ranks)
-    return KDACache(
-        conv=jnp.zeros((num_slots, c.channels, c.W - 1), conv_dtype),
-        state=jnp.zeros((num_slots, c.HV, c.V, c.K), state_dtype),
-    )
-
-
-def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
-    """Random weights of a layer: normal with the variance of 1 over the inputs; decay rates of 1 to 16.
-
-    Args:
-      config: the layer's. key: a JAX random key. dtype: of the weights; A_log and dt_bias stay float32.
-
-    Returns:
-      `KDAParams`.
-
-    Raises:
-      Nothing of its own.
-
-    >>> params = init_params(KDAConfig(D=16, H=1, HV=2, K=8, V=4), jax.random.key(0))
-    >>> params.o_proj.shape, params.A_log.dtype.name
-    ((8, 16), 'float32')
-    """
-    c = config
-    keys = iter(jax.random.split(key, 16))
-
-    def normal(rows, *columns):
-        return (jax.random.normal(next(keys), (rows, *columns), jnp.float32) * rows**-0.5).astype(dtype)
-
-    def kernel(channels):
-        return (jax.random.normal(next(keys), (channels, c.W), jnp.float32) * c.W**-0.5).astype(dtype)
-
-    keys_wide, values_wide = c.H * c.K, c.HV * c.V
-    low_rank = c.gate_rank is not None
-    return KDAParams(
-        q_proj=normal(c.D, keys_wide),
-        k_proj=normal(c.D, keys_wide),
-        v_proj=normal(c.D, values_wide),
-        q_conv=kernel(keys_wide),
-        k_conv=kernel(keys_wide),
-        v_conv=kernel(values_wide),
-        f_down=normal(c.D, c.K),
-        f_up=normal(c.K, c.HV * c.K),
-        b_proj=normal(c.D, c.HV),
-        A_log=jnp.log(jax.random.uniform(next(keys), (c.HV,), jnp.float32, minval=1.0, maxval=16.0)),
-        dt_bias=jax.random.normal(next(keys), (c.HV * c.K,), jnp.float32) - 2.0,
-        g_down=normal(c.D, c.gate_rank) if low_rank else None,
-        g_up=normal(c.gate_rank or c.D, values_wide),
-        norm=jnp.ones(c.V, dtype),
-        o_proj=normal(values_wide, c.D),
-    )
+from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
 def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfig, implementation="auto"):
@@ -201,6 +38,8 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
 
     Source: the layer of the Kimi Linear paper.
 
+    >>> import jax
+    >>> from kda_jax.weights import init_cache, init_params
     >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)
     >>> step = jax.jit(lambda cache, x, slots: kda_decode(params, x, cache, slots, config=config), donate_argnums=0)
@@ -250,6 +89,8 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
     Raises:
       ContractError, TypeError: as `kda_decode`.
 
+    >>> import jax
+    >>> from kda_jax.weights import init_cache, init_params
     >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)
     >>> x = jnp.ones((5, 16), jnp.bfloat16)

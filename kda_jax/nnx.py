@@ -4,7 +4,8 @@ import dataclasses
 
 from flax import nnx
 
-from kda_jax.layer import KDACache, KDAConfig, KDAParams, init_cache, init_params, kda_decode, kda_prefill
+from kda_jax.layer import kda_decode, kda_prefill
+from kda_jax.weights import KDACache, KDAConfig, KDAParams, init_cache, init_params
 
 
 class KDALayer(nnx.Module):

@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kda_contracts import ContractError
-from kda_jax.layer import KDACache, KDAConfig, KDAParams, kda_decode, kda_prefill
+from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.slots import as_int32
+from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
 def packed_decode_specs(heads, rows=None):
@@ -29,8 +30,8 @@ def packed_decode_specs(heads, rows=None):
     Raises:
       Nothing.
 
-    >>> packed_decode_specs("tp")[0]["dt_bias"]
-    PartitionSpec('tp',)
+    >>> tuple(packed_decode_specs("tp")[0]["dt_bias"])
+    ('tp',)
     """
     operands = dict(
         mixed_qkv=P(rows, heads),
@@ -57,9 +58,9 @@ def params_specs(params: KDAParams, heads) -> KDAParams:
       Nothing.
 
     >>> config = KDAConfig(D=16, H=2, HV=2, K=8, V=4)
-    >>> from kda_jax.layer import init_params
-    >>> params_specs(init_params(config, jax.random.key(0)), "tp").o_proj
-    PartitionSpec('tp', None)
+    >>> from kda_jax.weights import init_params
+    >>> tuple(params_specs(init_params(config, jax.random.key(0)), "tp").o_proj)
+    ('tp', None)
     """
     last, first, whole = P(None, heads), P(heads, None), P()
     specs = dict(q_proj=last, k_proj=last, v_proj=last, q_conv=first, k_conv=first, v_conv=first, o_proj=first)
@@ -80,8 +81,8 @@ def cache_specs(heads, rows=None) -> KDACache:
     Raises:
       Nothing.
 
-    >>> cache_specs("tp", "dp").state
-    PartitionSpec('dp', 'tp', None, None)
+    >>> tuple(cache_specs("tp", "dp").state)
+    ('dp', 'tp', None, None)
     """
     return KDACache(conv=P(rows, heads, None), state=P(rows, heads, None, None))
 
@@ -178,11 +179,11 @@ def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads,
     Raises:
       ContractError: heads that cannot be cut over that axis.
 
-    >>> from kda_jax.layer import init_cache, init_params
+    >>> from kda_jax.weights import init_cache, init_params
     >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
-    >>> place(params, cache, mesh, config, heads="tp")[1].state.sharding.spec
-    PartitionSpec(None, 'tp', None, None)
+    >>> tuple(place(params, cache, mesh, config, heads="tp")[1].state.sharding.spec)
+    (None, 'tp', None, None)
     """
     shards = 1 if heads is None else mesh.shape[heads]
     cache = dataclasses.replace(cache, conv=split_packed(cache.conv, shards, config, axis=1))
@@ -209,7 +210,7 @@ def sharded_decode(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=No
     Raises:
       ContractError: as `kda_decode`, and for heads that cannot be cut so.
 
-    >>> from kda_jax.layer import init_cache, init_params
+    >>> from kda_jax.weights import init_cache, init_params
     >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
     >>> params, cache = place(params, cache, mesh, config, heads="tp")
@@ -243,7 +244,7 @@ def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=N
     Raises:
       ContractError: as `kda_prefill`, and for heads that cannot be cut so.
 
-    >>> from kda_jax.layer import init_cache, init_params
+    >>> from kda_jax.weights import init_cache, init_params
     >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
     >>> params, cache = place(params, cache, mesh, config, heads="tp")

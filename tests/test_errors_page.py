@@ -30,6 +30,7 @@ SOURCES = {
         "slots",
         "transforms",
         "update",
+        "weights",
     ),
 }
 FENCE = re.compile(r"(^##[^\n]*\n\n)?^```(\w+)\n(.*?)^```", re.M | re.S)
