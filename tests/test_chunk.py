@@ -44,6 +44,7 @@ def check(x, limit=LIMIT, cu_seqlens=None, **options):
     return out, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [1e-3, 0.3, 5.0])
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 200])
 def test_dense_rows_at_the_edges_of_chunks(T, decay):
