@@ -21,6 +21,7 @@ from kda_jax import dispatch, gates
 from kda_jax.invariants import assert_operands
 from kda_jax.sequences import owners
 from kda_jax.slots import as_int32, is_ref
+from kda_jax.transforms import ref_must_be_mapped
 
 CHUNK = 64
 BLOCK = 16
@@ -131,6 +132,9 @@ def kda_chunk_xla(
     (B, T, HV), S = beta.shape, sizes.S
     precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
     state = pool[...] if is_ref(pool) else pool
+    if is_ref(pool):
+        others = (x for x in (sources, cu_seqlens) if x is not None)
+        slots = ref_must_be_mapped(pool, slots, q, k, v, log_decay, beta, *others)
     live = (slots >= 0) & (slots < S)
     sources = jnp.where(live, slots if sources is None else sources, S)
     sources = jnp.where((sources >= 0) & (sources < S), sources, S)  # on the high side: a negative index would wrap

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from kda_jax.gates import differentiable_sigmoid
 from kda_jax.sequences import owners
 from kda_jax.slots import as_int32, is_ref
+from kda_jax.transforms import ref_must_be_mapped
 
 
 def conv_decode(x, weight, pool, slots):
@@ -35,6 +36,8 @@ def conv_decode(x, weight, pool, slots):
 @jax.jit
 def _decode(x, weight, pool, slots):
     state = pool[...] if is_ref(pool) else pool
+    if is_ref(pool):
+        slots = ref_must_be_mapped(pool, slots, x, weight)
     S = state.shape[0]
     if S == 0:
         return jnp.zeros_like(x), None if is_ref(pool) else state
@@ -85,6 +88,8 @@ def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
 @jax.jit
 def _prefill(x, weight, pool, slots, cu_seqlens, sources):
     state = pool[...] if is_ref(pool) else pool
+    if is_ref(pool):
+        slots = ref_must_be_mapped(pool, slots, x, weight, cu_seqlens, sources)
     (T, C), W, S = x.shape, weight.shape[1], state.shape[0]
     if 0 in (T, S, slots.shape[0]):
         return jnp.zeros_like(x), None if is_ref(pool) else state

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
+from kda_jax.transforms import ref_must_be_mapped
 
 
 def validate_slots(indices, num_slots, source_indices=None):
@@ -110,6 +111,8 @@ def clear_slots(pool, indices):
 @jax.jit
 def _clear(pool, slots):
     state = pool[...] if is_ref(pool) else jnp.asarray(pool)
+    if is_ref(pool):
+        slots = ref_must_be_mapped(pool, slots)
     S = state.shape[0]
     slots = jnp.where((slots >= 0) & (slots < S), slots, S)  # a negative index would wrap
     state = state.at[slots].set(jnp.zeros((), state.dtype), mode="drop")

@@ -7,6 +7,7 @@ from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError, chec
 from kda_jax import dispatch, reference
 from kda_jax.gates import Maths
 from kda_jax.slots import as_int32, is_ref
+from kda_jax.transforms import ref_must_be_mapped
 
 
 def fused_sigmoid_gating_kda_update(
@@ -213,6 +214,9 @@ def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
 @jax.jit
 def _commit(pool, intermediate, slots, accepted, cu_seqlens):
     state = pool[...] if is_ref(pool) else jnp.asarray(pool)
+    if is_ref(pool):
+        others = (intermediate, accepted, *(() if cu_seqlens is None else (cu_seqlens,)))
+        slots = ref_must_be_mapped(pool, slots, *others)
     S, (B, T) = state.shape[0], intermediate.shape[:2]
     if 0 not in (B, T, S):
         advanced = (slots >= 0) & (slots < S) & (accepted > 0)

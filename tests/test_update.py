@@ -308,6 +308,23 @@ def test_boundaries_behind_the_tokens_touch_no_state():
         assert_same_bits(np.asarray(state)[call.slots[1]], x["initial_state_source"][call.slots[1]])
 
 
+def test_a_ref_that_is_written_may_not_be_shared_under_vmap():
+    call = make_update(FORMS["dense"], padded=False)
+    x = {name: jnp.asarray(y) for name, y in call.operands.items()}
+    ref, slots = jax.new_ref(x["initial_state_source"]), jnp.stack([x["initial_state_indices"]] * 2)
+    shape = x["v"].shape[:3]
+    decay, beta = -jnp.ones((*shape, 64)), jnp.ones(shape)
+    states = jnp.ones((*shape[:2], *ref.shape[1:]))
+    for step in (
+        lambda slots: kda_jax.chunk_kda(x["q"], x["k"], x["v"], decay, beta, ref, slots)[0],
+        lambda slots: kda_jax.recurrent_kda(x["q"], x["k"], x["v"], decay, beta, ref, slots, implementation="xla")[0],
+        lambda slots: (kda_jax.commit(ref, states, slots, jnp.ones(4, jnp.int32)), slots)[1],
+        lambda slots: (kda_jax.clear_slots(ref, slots), slots)[1],
+    ):
+        with pytest.raises(NotImplementedError, match="under vmap this Ref is not mapped"):
+            jax.vmap(step)(slots)
+
+
 def test_a_pool_that_is_only_read_may_be_shared_under_vmap():
     call = make_update(FORMS["dense"])
     operands = {name: jnp.asarray(x) for name, x in call.operands.items()}
