@@ -7,7 +7,8 @@ itself, while the next steps' loads are under way.
     [step_rows, K]:   `lanes` lanes x `vector` elements span K, 16 bytes each where K allows;
                       the lane groups of the four warps take one V row each
 
-Both dot products are taken before the rank-1 update, so that they overlap: out = S' q + u (k . q).
+Both dot products are taken before the rank-1 update, so that they overlap: out = S' q + u (k . q). Over several tokens
+the whole tile stays in registers, rounded to the pool's dtype after each, as so many calls of one token would.
 
 Memory sets the time, and likes to be walked in address order and in small pieces (H200, B = 256, HV = 32, K = V = 128,
 float32, share of an in-place multiply over the same bytes, with a kernel that only scales the state): 4 KB pieces of
