@@ -47,8 +47,7 @@ def decode():
         f"Microseconds on an {where(ours)}: float32 pool, K = V = 128,",
         "softplus gate, random slots, cold L2 (but for 1 x 3 and 1 x 12). First the kernels' own times (profiler medians),",
         "with the share of an in-place multiply over the same bytes in the same run; then the time of a layer by the clock: ours",
-        "in a jitted loop of 2 to 96 layers, which XLA replays as a CUDA graph, the peers' (PyTorch "
-        f"{peers['torch'].partition('+')[0]}) in a captured",
+        f"in a jitted loop of 2 to 96 layers, the peers' (PyTorch {peers['torch'].partition('+')[0]}) in a captured",
         "CUDA graph of as many, in a run of their own on that machine, and how many times ours theirs is.",
     ]
 

@@ -186,7 +186,7 @@ def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
       intermediate: `[B, T, HV, V, K]` float32, bfloat16 or float16: the states after every token, as
         `intermediate_states=True` returns them; rounded to the pool's dtype.
       slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: passed over.
-      num_accepted: `[N]` int8 to int64, 0 to the sequence's length. 0 leaves the slot as it is.
+      num_accepted: `[N]` int8 to int64, 0 to the sequence's length. 0, or more than that, leaves the slot as it is.
       cu_seqlens: as it was in the call that made the states.
 
     Returns:
@@ -219,8 +219,8 @@ def _commit(pool, intermediate, slots, accepted, cu_seqlens):
         slots = ref_must_be_mapped(pool, slots, *others)
     S, (B, T) = state.shape[0], intermediate.shape[:2]
     if 0 not in (B, T, S):
-        advanced = (slots >= 0) & (slots < S) & (accepted > 0)
-        last = _last_accepted(accepted, (B, T), cu_seqlens)
+        last, within = _last_accepted(accepted, (B, T), cu_seqlens)
+        advanced = (slots >= 0) & (slots < S) & within
         states = intermediate.reshape(B * T, *state.shape[1:])[last].astype(state.dtype)
         state = state.at[jnp.where(advanced, slots, S)].set(states, mode="drop")
     if is_ref(pool):
@@ -271,16 +271,6 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         from kda_jax.triton_gpu import kda_update_triton as implement
     else:
         implement = reference.kda_update_xla
-    given = {name: x for name, x in (options | gate).items() if x is not None}
-    maths = Maths(
-        scale=float(given.get("scale", K**-0.5)),
-        use_qk_l2norm=bool(options["use_qk_l2norm_in_kernel"]),
-        lower_bound=float(given["lower_bound"]) if "lower_bound" in given else None,
-        softplus_beta=float(given.get("softplus_beta", 1.0)),
-        softplus_threshold=float(given.get("softplus_threshold", 20.0)),
-        allow_neg_eigval=bool(given.get("allow_neg_eigval", False)),
-        activated=contract is RECURRENT_KDA,
-    )
     out, state, states = implement(
         q,
         k,
@@ -295,7 +285,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         cu_seqlens,
         writes,
         sizes=sizes,
-        maths=maths,
+        maths=_maths(K, options | gate, activated=contract is RECURRENT_KDA),
         out_dtype=out_dtype,
         update_state=bool(options["update_state"]),
         intermediate=returned,
@@ -304,15 +294,29 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
     return (out, state, states) if returned else (out, state)
 
 
+def _maths(K, options, *, activated):
+    """The static options, by name, as the implementations take them; what is None or absent has its default."""
+    given = {name: x for name, x in options.items() if x is not None}
+    return Maths(
+        scale=float(given.get("scale", K**-0.5)),
+        use_qk_l2norm=bool(given.get("use_qk_l2norm_in_kernel", False)),
+        lower_bound=float(given["lower_bound"]) if "lower_bound" in given else None,
+        softplus_beta=float(given.get("softplus_beta", 1.0)),
+        softplus_threshold=float(given.get("softplus_threshold", 20.0)),
+        allow_neg_eigval=bool(given.get("allow_neg_eigval", False)),
+        activated=activated,
+    )
+
+
 def _accepted(accepted, indices, writes, cu_seqlens):
     """`[N]`: the slot that each sequence starts from: that of its last accepted token, or its own."""
-    last = _last_accepted(accepted, writes.shape, cu_seqlens)
-    lengths = writes.shape[1] if cu_seqlens is None else cu_seqlens[1:] - cu_seqlens[:-1]
-    return jnp.where((accepted > 0) & (accepted <= lengths), writes.reshape(-1)[last], indices)
+    last, within = _last_accepted(accepted, writes.shape, cu_seqlens)
+    return jnp.where(within, writes.reshape(-1)[last], indices)
 
 
 def _last_accepted(accepted, shape, cu_seqlens):
-    """`[N]`: the number of each sequence's last accepted token among all B*T, which are the shape."""
+    """`[N]` twice: the place of each sequence's last accepted token among all B*T, and whether it is the sequence's."""
     B, T = shape
     first = jnp.arange(B, dtype=jnp.int32) * T if cu_seqlens is None else cu_seqlens[:-1]
-    return jnp.clip(first + accepted - 1, 0, B * T - 1)
+    lengths = T if cu_seqlens is None else cu_seqlens[1:] - first
+    return jnp.clip(first + accepted - 1, 0, B * T - 1), (accepted > 0) & (accepted <= lengths)

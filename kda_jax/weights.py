@@ -51,8 +51,8 @@ class KDAParams:
     q_conv: Leaf  # [H*K, W]
     k_conv: Leaf  # [H*K, W]
     v_conv: Leaf  # [HV*V, W]
-    f_down: Leaf  # [D, V] in FLA's layer, [D, K] in the released ones, which have K = V
-    f_up: Leaf  # [., HV*K]
+    f_down: Leaf  # [D, R], where R is V in FLA's layer and K in the released ones, which have K = V
+    f_up: Leaf  # [R, HV*K]
     b_proj: Leaf  # [D, HV]
     A_log: Leaf  # [HV]
     dt_bias: Leaf  # [HV*K]

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import kda_jax
-from kda_contracts import COMMIT, KDA_UPDATE, PACKED_DECODE, RECURRENT_KDA
+from kda_contracts import CHUNK_KDA, COMMIT, KDA_UPDATE, LAYER_DECODE, PACKED_DECODE, RECURRENT_KDA
 
 CONTRACTS = {
-    contract.name.removeprefix("kda_jax."): contract for contract in (COMMIT, KDA_UPDATE, PACKED_DECODE, RECURRENT_KDA)
+    contract.name.removeprefix("kda_jax."): contract
+    for contract in (CHUNK_KDA, COMMIT, KDA_UPDATE, PACKED_DECODE, RECURRENT_KDA)
 }
 ENTRY = re.compile(r"^      (\w+): `(\[[^`]*\])`(.*)$", re.M)
 
@@ -74,3 +75,15 @@ def test_the_shapes_beside_an_implementations_parameters_are_the_tables(module):
         for name, shape in found:
             operand = contract.by_name[names.get(name, name)]
             assert shape.replace(" ", "") == operand.expected.replace(" ", ""), (module, name)
+
+
+def test_the_shapes_beside_prefills_parameters_and_the_layers_fields_are_the_tables():
+    folder = Path(kda_jax.__file__).parent
+    chunk = re.findall(r"^    (\w+?)(?:=None)?,  # (\[.*?\])", (folder / "chunk.py").read_text(), re.M)
+    assert len(chunk) == len(CHUNK_KDA.operands)
+    names = {"pool": "initial_state", "sources": "source_indices"}
+    fields = re.findall(r"^    (\w+): Leaf(?: = None)?  # (\[.*?\])", (folder / "weights.py").read_text(), re.M)
+    assert len(fields) == 18
+    for contract, found in ((CHUNK_KDA, chunk), (LAYER_DECODE, fields)):
+        for name, shape in found:
+            assert shape.replace(" ", "") == contract.by_name[names.get(name, name)].expected.replace(" ", ""), name

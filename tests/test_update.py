@@ -215,6 +215,8 @@ def test_commit_advances_by_the_accepted_tokens(form):
     for n in np.flatnonzero(call.live & (accepted > 0)):
         wanted[call.slots[n]] = flat[first[n] + accepted[n] - 1]
     assert_same_bits(committed, wanted)
+    beyond = kda_jax.commit(jnp.asarray(pool), states, call.slots, lengths + 1, **boundaries)
+    assert_same_bits(beyond, pool)  # more than there are: never a neighbour's state
     ref = jax.new_ref(jnp.asarray(pool))
     assert jax.jit(lambda r: kda_jax.commit(r, states, call.slots, accepted, **boundaries))(ref) is None
     assert_same_bits(ref[...], wanted)
