@@ -4,19 +4,22 @@ One warpgroup (four warps) owns one tile of V rows of one (row, value head). It 
 goes from global memory straight into registers, is decayed, gives both dot products over K, and is stored back over
 itself, while the next steps' loads are under way.
 
-    [step_rows, K]:   `lanes` lanes x `vector` elements span K, 16 bytes each where K allows;
-                      the lane groups of the four warps take one V row each
+    K = [repeats, 4 chunks, lanes / 4, vector]:   `lanes` lanes x `vector` elements, 16 bytes each where K allows
+    a row's sum runs over vector, repeats, chunks, lanes / 4, in this order, whichever lane holds the terms
 
-Both dot products are taken before the rank-1 update, so that they overlap: out = S' q + u (k . q). Over several tokens
-the whole tile stays in registers, rounded to the pool's dtype after each, as so many calls of one token would.
+Both dot products are taken before the rank-1 update, so that they overlap: out = S' q + u (k . q). Memory sets the time
+of one token, and likes to be walked in address order and in small pieces (H200, B = 256, HV = 32, K = V = 128, float32,
+share of an in-place multiply over the same bytes, with a kernel that only scales the state): 4 KB pieces of consecutive
+tiles reach 0.96, 16 KB pieces 0.92, 16 KB pieces with the batch as the fastest grid axis 0.89.
 
-Memory sets the time, and likes to be walked in address order and in small pieces (H200, B = 256, HV = 32, K = V = 128,
-float32, share of an in-place multiply over the same bytes, with a kernel that only scales the state): 4 KB pieces of
-consecutive tiles reach 0.96, 16 KB pieces 0.92, 16 KB pieces with the batch as the fastest grid axis 0.89.
+Over several tokens the whole tile stays in registers, rounded to the pool's dtype after each, as so many calls of one
+token would. Arithmetic counts there, so the gates of four tokens are computed at once, a warp each, and wait in shared
+memory with the values; and a lane takes all four chunks of a `fold`ed row, which leaves a quarter of the shuffles.
 """
 
 import functools
 import math
+import operator
 from dataclasses import dataclass, replace
 
 import chex
@@ -36,8 +39,10 @@ from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mappe
 WARPS = 4
 WARP_LANES = 32
 MAX_K = 256
-V_MULTIPLE = 16  # V rows that one pass of the four warps covers at most, see Config
+CHUNKS = 4
+V_MULTIPLE = 16  # V rows that one pass of the four warps covers at most, unless it folds
 STEP_BYTES = 4096  # of state that a warpgroup loads at once
+TILE_BYTES = 16384  # of state that it keeps over several tokens
 MAX_GRID = 2**31 - 1
 
 
@@ -47,7 +52,7 @@ class Config:
 
     A warpgroup owns `tile_rows` V rows and walks them `step_rows` at a time, `ahead` steps under way at once. `lanes`
     and `vector` set the order of a row's sums, so they follow from K and the pool's dtype alone; the rest may follow
-    the batch: bits do not depend on it.
+    the batch: bits do not depend on it. Of a row that folds, each lane holds all CHUNKS chunks; `lanes` are four rows'.
     """
 
     tile_rows: int
@@ -55,6 +60,7 @@ class Config:
     lanes: int
     vector: int
     ahead: int = 2
+    fold: bool = False
 
     def __post_init__(self):
         if self.lanes not in (8, 16, 32):
@@ -68,17 +74,36 @@ class Config:
 
     @property
     def rows_per_pass(self):
-        return WARPS * (WARP_LANES // self.lanes)
+        return WARPS * WARP_LANES // self.lanes * (CHUNKS if self.fold else 1)
+
+    @property
+    def chunk_shape(self):
+        """`[lanes / CHUNKS, vector]`, the lanes in two axes where layout inference (JAX 0.11, 0.12) fails on 8 x 8."""
+        lanes = self.lanes // CHUNKS
+        return (2, 4, 8) if lanes == self.vector == 8 else (lanes, self.vector)
+
+    @property
+    def piece_shape(self):
+        """What the lanes of a row hold together: one of its chunks, or CHUNKS of them."""
+        return self.chunk_shape if self.fold else (CHUNKS, *self.chunk_shape)
 
     @property
     def layout(self):
-        """A step's layout; canonical, so without the lane level where one row takes the whole warp."""
-        rows, width = WARP_LANES // self.lanes, self.lanes * self.vector
+        """That of a step's piece, `[rows, *piece_shape]`; canonical, so of one tile where a row takes the whole warp."""
+        rows, piece = self.rows_per_pass // WARPS, self.piece_shape
         if rows == 1:
-            tiling = plgpu.Tiling(((WARPS, width), (self.vector,)))
-            return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
-        tiling = plgpu.Tiling(((WARPS * rows, width), (rows, width), (self.vector,)))
-        return plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
+            return self.token_layout
+        rank = 1 + len(piece)
+        tiling = plgpu.Tiling(((WARPS * rows, *piece), (rows, *piece)))
+        return plgpu.Layout.TILED(tiling, (-2 * rank,), tuple(range(-rank, -1)), -1)
+
+    @property
+    def token_layout(self):
+        """That of `[WARPS, CHUNKS, *chunk_shape]`: each warp has its own token's, as often as it finds room."""
+        shape = (WARPS, CHUNKS, *self.chunk_shape)
+        copies = () if self.lanes == WARP_LANES else (plgpu.Replicated(WARP_LANES // self.lanes),)
+        lanes = (*copies, *range(1 - len(shape), -1))
+        return plgpu.Layout.TILED(plgpu.Tiling((shape,)), (-len(shape),), lanes, -1)
 
 
 def unsupported(sizes: Sizes) -> str | None:
@@ -96,7 +121,7 @@ def unsupported(sizes: Sizes) -> str | None:
     return None
 
 
-def choose_config(sizes: Sizes, pool_dtype) -> Config:
+def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
     """16-byte vectors along K where K allows, steps of 4 KB, and taller tiles once there are enough to fill the GPU.
 
     H200, K = V = 128, kernel us with tiles of 4, 8 and 16 KB (more in benchmarks/results/nvidia-h200-tuning.json):
@@ -115,6 +140,11 @@ def choose_config(sizes: Sizes, pool_dtype) -> Config:
     step_rows = rows_per_pass * math.gcd(
         sizes.V // rows_per_pass, _power_below(STEP_BYTES // row_bytes // rows_per_pass)
     )
+    if several_tokens:
+        fold = 2 * lanes * vector >= sizes.K and sizes.V % (CHUNKS * rows_per_pass) == 0  # else a long program
+        step_rows = rows_per_pass * (CHUNKS if fold else 1)
+        tile_rows = step_rows * math.gcd(sizes.V // step_rows, _power_below(TILE_BYTES // row_bytes // step_rows))
+        return Config(tile_rows=tile_rows, step_rows=step_rows, lanes=lanes, vector=vector, fold=fold)
     rows_in_all = (sizes.B if sizes.N is None else sizes.N) * sizes.HV * sizes.V
     steps = 4 if rows_in_all >= 160 * 128 else 2 if rows_in_all >= 80 * 128 else 1
     return Config(
@@ -132,7 +162,7 @@ def _power_below(n):
 
 
 def _body(
-    refs,  # by name: q, k, v, a, b, A_log, dt_bias, slots, pool, out; sources, cu_seqlens, writes, intermediate or not
+    refs,  # by name; K as [chunks, *chunk_shape] in q, k, a, dt_bias, pool and intermediate
     *,
     sizes,
     columns,  # where q, k and v begin in their rows
@@ -142,8 +172,13 @@ def _body(
 ):
     H, HV, K, V, T, S = sizes.H, sizes.HV, sizes.K, sizes.V, sizes.T, sizes.S
     pool, out, writes, intermediate = refs["pool"], refs["out"], refs.get("writes"), refs.get("intermediate")
+    f32 = jnp.float32
+    chunk = math.prod(config.chunk_shape)
+    chunks = K // chunk
+    q_start, k_start, v_start = columns
+    piece_shape = (config.step_rows, *config.piece_shape)
     layout = config.layout
-    key_layout, value_layout = layout.reduce(0), layout.reduce(1)
+    key_layout, value_layout = layout.reduce(0), _of_rows(layout, len(piece_shape))
     tiles = V // config.tile_rows
     block = lax.axis_index("block")  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
     row_and_head, tile = _divide(block, tiles)
@@ -166,101 +201,182 @@ def _body(
     def rows(start):
         return pl.ds(start, config.step_rows)
 
-    def zeros(dtype):
-        return plgpu.layout_cast(jnp.zeros((config.step_rows, K), dtype), layout)
+    def pieces(ref, *index):
+        """What ref holds at index, `[..., chunks, *chunk_shape]`, in the pieces in which the lanes take it."""
+        parts = range(chunks) if config.fold else [pl.ds(start, CHUNKS) for start in range(0, chunks, CHUNKS)]
+        return [ref.at[*index, part] for part in parts]
+
+    def store(parts, *index):
+        for part, ref in zip(parts, pieces(*index), strict=True):
+            _store(ref, part)
+
+    def zeros(shape, dtype, layout):
+        return plgpu.layout_cast(jnp.zeros(shape, dtype), layout)
+
+    def no_state():
+        return tuple(zeros(piece_shape, pool.dtype, layout) for _ in pieces(pool, 0, 0, rows(0)))
 
     def clear(token):
         for start in steps:
-            nothing = plgpu.layout_cast(jnp.zeros((config.step_rows,), out.dtype), value_layout)
-            _store(out.at[token, head, rows(start)], nothing)
+            _store(out.at[token, head, rows(start)], zeros((config.step_rows,), out.dtype, value_layout))
             if intermediate is not None:
-                _store(intermediate.at[token, head, rows(start), :], zeros(pool.dtype))
+                store(no_state(), intermediate, token, head, rows(start))
 
     def load_state(start):
-        if "sources" not in refs:
-            return load(pool.at[slot, head, rows(start), :], layout)
-        source = refs["sources"][row]
-        return lax.cond(
-            (source >= 0) & (source < S),
-            lambda: load(pool.at[source, head, rows(start), :], layout),
-            lambda: zeros(pool.dtype),  # outside the pool: a zero state, and nothing is read
-        )
+        def of(slot):
+            return tuple(load(piece, layout) for piece in pieces(pool, slot, head, rows(start)))
 
-    def one_token(token, state_of, keep):
-        """Reads each step's state by state_of, updates it, writes the token's results, and gives keep the state."""
-        f32 = jnp.float32
+        if "sources" not in refs:
+            return of(slot)
+        source = refs["sources"][row]
+        # Outside the pool: a zero state, and nothing is read.
+        return lax.cond((source >= 0) & (source < S), lambda: of(source), no_state)
+
+    def store_state(start, state):
+        if update_state:
+            store(state, pool, slot, head, rows(start))
+
+    def total(terms):
+        """The sum over K of an array for each piece, in the one order that all share."""
+        sums = [term.sum(-1) for term in terms]
+        apart = CHUNKS if len(terms) == chunks else 1
+        sums = [functools.reduce(operator.add, sums[chunk::apart]) for chunk in range(apart)]
+        while len(sums) > 1:
+            sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
+        lanes = len(config.chunk_shape) - 1
+        result = sums[0] if apart == CHUNKS else sums[0].sum(-1 - lanes)
+        for _ in range(lanes):
+            result = result.sum(-1)
+        return result
+
+    def vectors(tokens, layout, shape, along=lambda x: x):
+        """(q, k, decay, k . q, beta) of one token, or of some, over which `along` spreads one number each.
+
+        q, k and decay are lists of arrays `[..., CHUNKS, *chunk_shape]` of this shape and layout.
+        """
         group, _ = _divide(head, HV // H)
-        q_start, k_start, v_start = columns
-        q = load(refs["q"].at[token, pl.ds(q_start + group * K, K)], key_layout).astype(f32)
-        k = load(refs["k"].at[token, pl.ds(k_start + group * K, K)], key_layout).astype(f32)
+
+        def vector(ref, *index, layout=layout):
+            *index, first = index
+            starts = range(0, chunks, CHUNKS)
+            return [load(ref.at[*index, pl.ds(first + start, CHUNKS)], layout).astype(f32) for start in starts]
+
+        def dot(x, y):
+            return total([one * other for one, other in zip(x, y, strict=True)])
+
+        q = vector(refs["q"], tokens, q_start // chunk + group * chunks)
+        k = vector(refs["k"], tokens, k_start // chunk + group * chunks)
         if maths.use_qk_l2norm:
-            q = q * gates.inverse_norm((q * q).sum())
-            k = k * gates.inverse_norm((k * k).sum())
-        q = q * maths.scale
-        k_q = (k * q).sum()
-        a = load(refs["a"].at[token, pl.ds(head * K, K)], key_layout).astype(f32)
-        A_log = dt_bias = None
+            q, k = ([part * along(gates.inverse_norm(dot(x, x))) for part in x] for x in (q, k))
+        q = [part * maths.scale for part in q]
+        inputs = vector(refs["a"], tokens, head * chunks)
+        A_log, biases = None, [None] * len(inputs)
         if not maths.activated:
-            dt_bias = load(refs["dt_bias"].at[pl.ds(head * K, K)], key_layout).astype(f32)
             A_log = refs["A_log"][head].astype(f32)
-        log_decay, beta = gates.decay_and_beta(a, refs["b"][token, head].astype(f32), A_log, dt_bias, maths)
-        decay = jnp.exp(log_decay)
+            several = len(shape) - 1 - len(config.chunk_shape)
+            biases = vector(refs["dt_bias"], head * chunks, layout=layout.reduce(0) if several else layout)
+            if several:
+                biases = [lax.broadcast_in_dim(x, shape, tuple(range(1, len(shape)))) for x in biases]
+        b = refs["b"].at[tokens, head]
+        b = (load(b, _of_rows(layout, len(shape))) if b.shape else b[...]).astype(f32)
+        gated = [gates.decay_and_beta(a, b, A_log, bias, maths) for a, bias in zip(inputs, biases, strict=True)]
+        return q, k, [jnp.exp(log_decay) for log_decay, _ in gated], dot(k, q), gated[0][1]
+
+    def advance(token, start, state, q, k, decay, k_q, beta, v):
+        """One token over one step's state, in pieces: writes the token's results, returns the state."""
 
         def along_keys(vector):
-            return lax.broadcast_in_dim(vector, (config.step_rows, K), (1,))
+            return lax.broadcast_in_dim(vector, piece_shape, tuple(range(1, len(piece_shape))))
 
-        for step, start in enumerate(steps):
-            state = state_of(step)
-            v = load(refs["v"].at[token, rows(v_start + head * V + start)], value_layout).astype(f32)
-            decayed = state.astype(f32) * along_keys(decay)
-            state_k = (decayed * along_keys(k)).sum(1)
-            state_q = (decayed * along_keys(q)).sum(1)
-            u = (v - state_k) * beta
-            updated = decayed + lax.broadcast_in_dim(u, decayed.shape, (0,)) * along_keys(k)
-            updated = updated.astype(pool.dtype)
-            _store(out.at[token, head, rows(start)], (state_q + u * k_q).astype(out.dtype))
-            if intermediate is not None:
-                _store(intermediate.at[token, head, rows(start), :], updated)
-            if writes is not None:
-                written = writes[token]
+        decayed = [s.astype(f32) * along_keys(d) for s, d in zip(state, decay, strict=True)]
+        state_k = total([d * along_keys(x) for d, x in zip(decayed, k, strict=True)])
+        state_q = total([d * along_keys(x) for d, x in zip(decayed, q, strict=True)])
+        u = (v - state_k) * beta
+        along_values = lax.broadcast_in_dim(u, piece_shape, (0,))
+        updated = tuple((d + along_values * along_keys(x)).astype(pool.dtype) for d, x in zip(decayed, k, strict=True))
+        _store(out.at[token, head, rows(start)], (state_q + u * k_q).astype(out.dtype))
+        if intermediate is not None:
+            store(updated, intermediate, token, head, rows(start))
+        if writes is not None:
+            written = writes[token]
+            pl.when((written >= 0) & (written < S))(lambda: store(updated, pool, written, head, rows(start)))
+        return updated
 
-                @pl.when((written >= 0) & (written < S))
-                def _(written=written, start=start, updated=updated):
-                    _store(pool.at[written, head, rows(start), :], updated)
-
-            keep(step, updated)
-
-    def store_state(step, state):
-        if update_state:
-            _store(pool.at[slot, head, rows(steps[step]), :], state)
-
-    one_each = T == 1 and "cu_seqlens" not in refs
+    token_layout, token_shape = config.token_layout, (WARPS, CHUNKS, *config.chunk_shape)
+    one_each = "vectors" not in refs
     if one_each:
         pl.when(jnp.logical_not(live))(lambda: clear(row))
     else:
         lax.fori_loop(bare_first, bare_last, lambda token, _: clear(token), None)
 
-    @pl.when(live & (first < last))
-    def _():
-        # Loads come first: the gates hide their latency. For one token no more than `ahead` steps are held at once.
-        held = [load_state(start) for start in steps[: config.ahead if one_each else None]]
-        if one_each:
+    def one_token():
+        # Loads come first: the gates hide their latency. No more than `ahead` steps are held at once.
+        held = [load_state(start) for start in steps[: config.ahead]]
+        q, k, decay, k_q, beta = vectors(row, token_layout.reduce(0), token_shape[1:])
+        for step, start in enumerate(steps):
+            v = load(refs["v"].at[row, rows(v_start + head * V + start)], value_layout).astype(f32)
+            updated = advance(row, start, held[step], q, k, decay, k_q, beta, v)
+            store_state(start, updated)
+            if step + config.ahead < len(steps):
+                held.append(load_state(steps[step + config.ahead]))
 
-            def state_of(step):
-                if step + config.ahead < len(steps):
-                    held.append(load_state(steps[step + config.ahead]))
-                return held[step]
+    def many_tokens():
+        held = tuple(load_state(start) for start in steps)
 
-            one_token(row, state_of, store_state)
-            return
+        def prepare(base):
+            """The vectors and values of the WARPS tokens from base, into shared memory."""
+            tokens = pl.ds(base, WARPS)
+            *three, k_q, beta = vectors(
+                tokens, token_layout, token_shape, lambda x: lax.broadcast_in_dim(x, token_shape, (0,))
+            )
+            for which, parts in enumerate(three):
+                for repeat, part in enumerate(parts):
+                    _store(refs["vectors"].at[:, which, pl.ds(repeat * CHUNKS, CHUNKS)], part)
+            for which, x in enumerate((k_q, beta)):
+                _store(refs["numbers"].at[which], plgpu.layout_cast(x, _of_rows(token_layout, len(token_shape))))
+            values = refs["v"].at[tokens, pl.ds(v_start + head * V + steps[0], config.tile_rows)]
+            _store(refs["values"], load(values, _values_layout(config.tile_rows)).astype(f32))
+            plgpu.commit_smem()
 
-        def next_token(token, states):
-            after = list(states)
-            one_token(token, states.__getitem__, after.__setitem__)
+        def next_token(token, base, states):
+            at = token - base
+            q, k, decay = ([load(x, key_layout) for x in pieces(refs["vectors"], at, which)] for which in range(3))
+            k_q, beta = refs["numbers"][0, at], refs["numbers"][1, at]
+            after = []
+            for step, (start, state) in enumerate(zip(steps, states, strict=True)):
+                v = load(refs["values"].at[at, rows(step * config.step_rows)], value_layout)
+                after.append(advance(token, start, state, q, k, decay, k_q, beta, v))
             return tuple(after)
 
-        for step, state in enumerate(lax.fori_loop(first, last, next_token, tuple(held))):
-            store_state(step, state)
+        def next_group(group, states):
+            begin = first + group * WARPS
+            base = jnp.minimum(begin, refs["a"].shape[0] - WARPS)
+            prepare(base)
+            end = jnp.minimum(begin + WARPS, last)
+            states = lax.fori_loop(begin, end, lambda token, states: next_token(token, base, states), states)
+            plgpu.commit_smem()  # all have read before the next group is written
+            return states
+
+        groups, _ = _divide(last - first + (WARPS - 1), WARPS)
+        states = lax.fori_loop(0, groups, next_group, held)
+        for start, state in zip(steps, states, strict=True):
+            store_state(start, state)
+
+    pl.when(live & (first < last))(one_token if one_each else many_tokens)
+
+
+def _of_rows(layout, rank):
+    """The layout of a number for each row of such arrays of `rank` dimensions."""
+    for axis in reversed(range(1, rank)):
+        layout = layout.reduce(axis)
+    return layout
+
+
+def _values_layout(rows):
+    """The layout of `[WARPS, rows]`, a token in each warp."""
+    lanes = math.gcd(rows, WARP_LANES)
+    copies = () if lanes == WARP_LANES else (plgpu.Replicated(WARP_LANES // lanes),)
+    return plgpu.Layout.TILED(plgpu.Tiling(((WARPS, lanes), (1,))), (-3,), (*copies, -2), -1)
 
 
 def _divide(x, n):
@@ -361,9 +477,16 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
     }
     HV, K, V = sizes.HV, sizes.K, sizes.V
     rows, tokens = operands["slots"].shape[0], operands["a"].shape[0]
-    config = config or choose_config(sizes, pool.dtype)
+    several_tokens = sizes.T > 1 or "cu_seqlens" in operands
+    config = config or choose_config(sizes, pool.dtype, several_tokens)
     chex.assert_is_divisible(V, config.tile_rows)
     chex.assert_is_divisible(K, config.lanes * config.vector)
+    chunk = math.prod(config.chunk_shape)
+    in_chunks = (K // chunk, *config.chunk_shape)  # K: reshaped here, since Pallas's interpreter reshapes no Ref
+    for name in operands.keys() & {"q", "k", "a", "dt_bias"}:
+        x = operands[name]
+        whole = x.shape[-1] // chunk  # of mixed_qkv the last value heads may not fill a chunk
+        operands[name] = x[..., : whole * chunk].reshape(*x.shape[:-1], whole, *config.chunk_shape)
 
     written = update_state or "writes" in operands
     if is_ref(pool):
@@ -373,11 +496,21 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
     else:
         state = inference_only(pool)
         state = pool_as_mapped(state, *operands.values()) if written else state
+    state = state.reshape(*state.shape[:-1], *in_chunks)
     ref = jax.new_ref(unfused(state)) if written else state
     shapes = {"out": jax.ShapeDtypeStruct((tokens, HV, V), out_dtype)}
     if intermediate:
-        shapes["intermediate"] = jax.ShapeDtypeStruct((tokens, HV, V, K), pool.dtype)
-    names = (*operands, "pool", *shapes)
+        shapes["intermediate"] = jax.ShapeDtypeStruct((tokens, HV, V, *in_chunks), pool.dtype)
+    scratch = {}
+    if several_tokens:
+        if tokens < WARPS:  # the gates are computed for so many at once
+            for name in "qkvab":
+                pad = [(0, WARPS - tokens)] + [(0, 0)] * (operands[name].ndim - 1)
+                operands[name] = jnp.pad(operands[name], pad)
+        scratch["vectors"] = plgpu.SMEM((WARPS, 3, *in_chunks), jnp.float32)  # q, k and the decay
+        scratch["numbers"] = plgpu.SMEM((2, WARPS), jnp.float32)  # k . q and beta
+        scratch["values"] = plgpu.SMEM((WARPS, config.tile_rows), jnp.float32)
+    names = (*operands, "pool", *shapes, *scratch)
 
     def body(*refs):
         body_refs = dict(zip(names, refs, strict=True))
@@ -388,6 +521,7 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
         out_type=list(shapes.values()),
         grid=(rows * HV * (V // config.tile_rows),),
         grid_names=("block",),
+        scratch_types=list(scratch.values()),
         kernel_name=name,  # what profilers show
         # No automatic barriers: each lane stores exactly the elements of the pool that it loaded, and reads nothing
         # else that is written.
@@ -396,8 +530,9 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
     results = dict(zip(shapes, results, strict=True))
     if written:
         state = unfused(jax.freeze(ref))
-        if is_ref(pool):
-            pool[...] = state
+    state = state.reshape(*state.shape[:3], K)
+    if is_ref(pool) and written:
+        pool[...] = state
     return results["out"], None if is_ref(pool) else state, results.get("intermediate")
 
 
