@@ -42,7 +42,6 @@ MAX_K = 256
 CHUNKS = 4
 V_MULTIPLE = 16  # V rows that one pass of the four warps covers at most, unless it folds
 STEP_BYTES = 4096  # of state that a warpgroup loads at once
-TILE_BYTES = 16384  # of state that it keeps over several tokens
 MAX_GRID = 2**31 - 1
 
 
@@ -52,7 +51,7 @@ class Config:
 
     A warpgroup owns `tile_rows` V rows and walks them `step_rows` at a time, `ahead` steps under way at once. `lanes`
     and `vector` set the order of a row's sums, so they follow from K and the pool's dtype alone; the rest may follow
-    the batch: bits do not depend on it. Of a row that folds, each lane holds all CHUNKS chunks; `lanes` are four rows'.
+    the batch: bits do not depend on it. With `fold` a lane holds all chunks of its row, and `lanes` lanes serve CHUNKS rows.
     """
 
     tile_rows: int
@@ -89,7 +88,7 @@ class Config:
 
     @property
     def layout(self):
-        """That of a step's piece, `[rows, *piece_shape]`; canonical, so of one tile where a row takes the whole warp."""
+        """That of a step's piece, `[rows, *piece_shape]`; canonical, so of one level where a row takes a whole warp."""
         rows, piece = self.rows_per_pass // WARPS, self.piece_shape
         if rows == 1:
             return self.token_layout
@@ -131,6 +130,8 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
         bfloat16    2.88 3.31 3.94                      4.35 4.09 4.77    5.54 4.80 5.22
 
     At B*HV = 8192 two steps ahead are best for float32 (three are 1.1 % slower), three for bfloat16 (two: 1.5 %).
+    Four tokens, 1024 states, tiles of 1, 2, 4, 8 steps: float32 56.5 45.0 47.1 52.0, bfloat16 48.7 40.5 36.7; 32 states:
+    float32 5.0 4.9 5.6, bfloat16 4.3 4.8 6.1.
     """
     row_bytes = sizes.K * jnp.dtype(pool_dtype).itemsize
     power_of_two = math.gcd(sizes.K, MAX_K)  # the widest power of two that divides K
@@ -140,19 +141,20 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
     step_rows = rows_per_pass * math.gcd(
         sizes.V // rows_per_pass, _power_below(STEP_BYTES // row_bytes // rows_per_pass)
     )
+    states = (sizes.B if sizes.N is None else sizes.N) * sizes.HV * sizes.V // 128
+    steps = 4 if states >= 160 else 2 if states >= 80 else 1
+    wide = jnp.dtype(pool_dtype).itemsize == 4
     if several_tokens:
         fold = 2 * lanes * vector >= sizes.K and sizes.V % (CHUNKS * rows_per_pass) == 0  # else a long program
         step_rows = rows_per_pass * (CHUNKS if fold else 1)
-        tile_rows = step_rows * math.gcd(sizes.V // step_rows, _power_below(TILE_BYTES // row_bytes // step_rows))
+        tile_rows = step_rows * math.gcd(sizes.V // step_rows, 2 if wide else steps)
         return Config(tile_rows=tile_rows, step_rows=step_rows, lanes=lanes, vector=vector, fold=fold)
-    rows_in_all = (sizes.B if sizes.N is None else sizes.N) * sizes.HV * sizes.V
-    steps = 4 if rows_in_all >= 160 * 128 else 2 if rows_in_all >= 80 * 128 else 1
     return Config(
         tile_rows=step_rows * math.gcd(sizes.V // step_rows, steps),
         step_rows=step_rows,
         lanes=lanes,
         vector=vector,
-        ahead=2 if jnp.dtype(pool_dtype).itemsize == 4 else 3,
+        ahead=2 if wide else 3,
     )
 
 

@@ -29,11 +29,17 @@ def test_the_sizes_it_takes():
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
 @pytest.mark.parametrize("K", KEY_SIZES)
 def test_the_order_of_a_rows_sums_does_not_follow_the_batch(K, pool_dtype):
-    configs = {mosaic_gpu.choose_config(sizes_of(K, V, B), pool_dtype) for V in VALUE_SIZES for B in BATCHES}
+    configs = {
+        mosaic_gpu.choose_config(sizes_of(K, V, B), pool_dtype, several_tokens)
+        for V in VALUE_SIZES
+        for B in BATCHES
+        for several_tokens in (False, True)
+    }
     assert len({(config.lanes, config.vector) for config in configs}) == 1
     for config in configs:
         assert K % (config.lanes * config.vector) == 0
         assert 1 <= config.tile_rows // config.step_rows <= 4
+    assert any(config.fold for config in configs) == (K in (32, 64, 128, 256))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
 @pytest.mark.parametrize("draft", ["", "returned", "slots", "accepted", "both"])
 def test_every_form_of_the_update_lowers_for_cuda(draft, varlen, pool_dtype):
     options = dict(update_state=draft != "slots", implementation="mosaic_gpu", softplus_beta=2.0)
-    for B, T, N, S, K in ((1, 9, 3, 5, 64), (600, 2, 600, 700, 128)) if not varlen else ((1, 9, 3, 5, 64),):
+    for B, T, N, S, K in ((1, 9, 3, 5, 64), (600, 2, 600, 700, 256)) if not varlen else ((1, 9, 3, 5, 96),):
         struct = jax.ShapeDtypeStruct
         shapes = dict(q=(B, T, 1, K), k=(B, T, 1, K), v=(B, T, 2, 32), a=(B, T, 2 * K), b=(B, T, 2))
         if B == 1 and not varlen:

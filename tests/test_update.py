@@ -51,11 +51,8 @@ def test_lengths_of_1_to_33(implementation):
     assert_meets_oracle(call, out, state, 2 * STATE_LIMIT)
 
 
-@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("form", ["dense", "varlen"])
-def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
-    call = make_update(FORMS[form], pool_dtype=pool_dtype, padded=False)
+def assert_equals_one_by_one(call, implementation, pool_dtype):
+    """One call of several tokens gives what so many calls of one token give."""
     out, state = run(call, implementation)
     x, pool, outs = call.operands, call.operands["initial_state_source"], np.zeros(np.shape(out), np.float32)
     bounds = x.get("cu_seqlens", np.arange(call.sizes.N + 1) * call.sizes.T)
@@ -73,6 +70,25 @@ def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
         assert_same(implementation, np.asarray(state)[live], np.asarray(pool)[live])
     else:
         assert_near(np.asarray(state)[live], np.asarray(pool)[live], rounding(pool_dtype))
+
+
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("form", ["dense", "varlen"])
+def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
+    call = make_update(FORMS[form], pool_dtype=pool_dtype, padded=False)
+    assert_equals_one_by_one(call, implementation, pool_dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("K", "V"), [(32, 64), (64, 48), (96, 48), (128, 16), (128, 96), (192, 64), (256, 32)])
+def test_however_a_kernel_spreads_a_row_its_sums_are_the_same(K, V, pool_dtype):
+    """Each pair is another layout of the Mosaic kernel's: folded or not, one repeat or more, one pass or more."""
+    call = make_update(Sizes(B=2, T=6, N=2, H=1, HV=2, K=K, V=V, S=3), dtype="float32", pool_dtype=pool_dtype)
+    if pool_dtype == "float32":  # the oracle does not round after each token
+        assert_meets_oracle(call, *run(call, "mosaic_gpu"), 2 * STATE_LIMIT)
+    assert_equals_one_by_one(call, "mosaic_gpu", pool_dtype)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
