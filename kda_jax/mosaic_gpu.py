@@ -51,7 +51,7 @@ class Config:
 
     A warpgroup owns `tile_rows` V rows and walks them `step_rows` at a time, `ahead` steps under way at once. `lanes`
     and `vector` set the order of a row's sums, so they follow from K and the pool's dtype alone; the rest may follow
-    the batch: bits do not depend on it. With `fold` a lane holds all chunks of its row, and `lanes` lanes serve CHUNKS rows.
+    the batch: bits do not depend on it. With `fold` a lane holds all chunks of its row, so `lanes` serve CHUNKS rows.
     """
 
     tile_rows: int
@@ -130,7 +130,7 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
         bfloat16    2.88 3.31 3.94                      4.35 4.09 4.77    5.54 4.80 5.22
 
     At B*HV = 8192 two steps ahead are best for float32 (three are 1.1 % slower), three for bfloat16 (two: 1.5 %).
-    Four tokens, 1024 states, tiles of 1, 2, 4, 8 steps: float32 56.5 45.0 47.1 52.0, bfloat16 48.7 40.5 36.7; 32 states:
+    Four tokens, tiles of 1, 2, 4, 8 steps: 1024 states, float32 56.5 45.0 47.1 52.0, bfloat16 48.7 40.5 36.7; 32 states,
     float32 5.0 4.9 5.6, bfloat16 4.3 4.8 6.1.
     """
     row_bytes = sizes.K * jnp.dtype(pool_dtype).itemsize
