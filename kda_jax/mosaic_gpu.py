@@ -130,8 +130,8 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
         bfloat16    2.88 3.31 3.94                      4.35 4.09 4.77    5.54 4.80 5.22
 
     At B*HV = 8192 two steps ahead are best for float32 (three are 1.1 % slower), three for bfloat16 (two: 1.5 %).
-    Four tokens, tiles of 1, 2, 4, 8 steps: 1024 states, float32 56.5 45.0 47.1 52.0, bfloat16 48.7 40.5 36.7; 32 states,
-    float32 5.0 4.9 5.6, bfloat16 4.3 4.8 6.1.
+    Four tokens, tiles of 1, 2, 4 and 8 steps: 1024 states, float32 56.5 45.0 47.1 52.0, bfloat16 48.7 40.5 36.7;
+    32 states, float32 5.0 4.9 5.6, bfloat16 4.3 4.8 6.1.
     """
     row_bytes = sizes.K * jnp.dtype(pool_dtype).itemsize
     power_of_two = math.gcd(sizes.K, MAX_K)  # the widest power of two that divides K

@@ -34,3 +34,21 @@ for implementation in ("mosaic_gpu", "triton"):
         assert np.asarray(out).any((1, 2, 3)).nonzero()[0].tolist() == [0, 1, 2, 7]
         assert bool((pool[1:-4] == 1).all())
         print(implementation, "sources" if sources is not None else "no sources", "ran", flush=True)
+    # Sequences of 0 to 9 tokens, drafts written to slots inside and outside the pool, boundaries past the tokens.
+    bounds, tokens, heads = jnp.array([0, 9, 9, 10, 16, 16, 17, 18, 30], jnp.int32), 20, (32, 128)
+    normal = iter(jax.random.normal(jax.random.key(0), (4, 1, tokens, *heads), jnp.bfloat16))
+    verify = jax.jit(
+        lambda pool, q, k, v, a, name=implementation: kda_jax.fused_sigmoid_gating_kda_update(
+            x["A_log"],
+            x["dt_bias"],
+            *(q, k, v, a, a[..., 0]),
+            pool,
+            x["ssm_state_indices"],
+            cu_seqlens=bounds,
+            intermediate_states=jnp.resize(jnp.array(slots, jnp.int32), (1, tokens)),
+            implementation=name,
+        ),
+        donate_argnums=0,
+    )
+    jax.block_until_ready(verify(pool, *normal))
+    print(implementation, "several tokens ran", flush=True)
