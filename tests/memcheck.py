@@ -18,6 +18,10 @@ x = {name: jnp.asarray(array) for name, array in random_operands(Sizes(**vars(SI
 slots = [EDGE - 1, EDGE, EDGE + 2, EDGE + 3, -1, 2**31 - 1, -(2**31), 0]
 x["ssm_state_indices"] = jnp.array(slots, jnp.int32)
 del x["initial_state"]
+# Sequences of 0 to 9 tokens, drafts for slots inside and outside the pool, boundaries past the tokens.
+TOKENS = 20
+BOUNDS = jnp.array([0, 9, 9, 10, 16, 16, 17, 18, 30], jnp.int32)
+DRAFTS = (jnp.arange(TOKENS, dtype=jnp.int32) * 2 + EDGE - 60).at[:2].set(jnp.array([-1, EDGE + 5]))[None]
 for implementation in ("mosaic_gpu", "triton"):
     for sources in (None, jnp.array([5, -1, EDGE + 1, 0, 1, 2, 3, EDGE + 9], jnp.int32)):
         if kda_jax.explain(**x, initial_state=jax.ShapeDtypeStruct((SIZES.S, 32, 128, 128), jnp.float32)).reasons[
@@ -34,9 +38,7 @@ for implementation in ("mosaic_gpu", "triton"):
         assert np.asarray(out).any((1, 2, 3)).nonzero()[0].tolist() == [0, 1, 2, 7]
         assert bool((pool[1:-4] == 1).all())
         print(implementation, "sources" if sources is not None else "no sources", "ran", flush=True)
-    # Sequences of 0 to 9 tokens, drafts written to slots inside and outside the pool, boundaries past the tokens.
-    bounds, tokens, heads = jnp.array([0, 9, 9, 10, 16, 16, 17, 18, 30], jnp.int32), 20, (32, 128)
-    normal = iter(jax.random.normal(jax.random.key(0), (4, 1, tokens, *heads), jnp.bfloat16))
+    normal = jax.random.normal(jax.random.key(0), (4, 1, TOKENS, 32, 128), jnp.bfloat16)
     verify = jax.jit(
         lambda pool, q, k, v, a, name=implementation: kda_jax.fused_sigmoid_gating_kda_update(
             x["A_log"],
@@ -44,8 +46,8 @@ for implementation in ("mosaic_gpu", "triton"):
             *(q, k, v, a, a[..., 0]),
             pool,
             x["ssm_state_indices"],
-            cu_seqlens=bounds,
-            intermediate_states=jnp.resize(jnp.array(slots, jnp.int32), (1, tokens)),
+            cu_seqlens=BOUNDS,
+            intermediate_states=DRAFTS,
             implementation=name,
         ),
         donate_argnums=0,
