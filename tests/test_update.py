@@ -355,7 +355,8 @@ def test_a_pool_that_is_only_read_may_be_shared_under_vmap():
         )
         return out
 
-    assert_same_bits(jax.jit(jax.vmap(step))(v)[0], run(call, "xla")[0])
+    # Two XLA programs, whose last bits may differ on a GPU.
+    assert_near(jax.jit(jax.vmap(step))(v)[0], run(call, "xla")[0], rounding("bfloat16"))
 
 
 @pytest.mark.parametrize("sizes", [dict(B=0, N=0), dict(T=0), dict(S=0)], ids=str)
