@@ -73,7 +73,7 @@ class Report:
 
 
 def cuts_of(n):
-    """(one device, [the cuts over n devices]): heads, rows, and both in both orders where n allows."""
+    """(one device, [the cuts over n devices]): heads, rows, and then meshes of both axes in both orders."""
 
     def cut(heads=None, rows=None, **axes):
         devices = jax.devices()[: int(np.prod([*axes.values()]))]
@@ -81,8 +81,9 @@ def cuts_of(n):
         return Cut(jax.make_mesh((*axes.values(),), (*axes,), devices=devices, axis_types=types), heads, rows)
 
     cuts = [cut("tp", tp=n), cut(None, "dp", dp=n)]
-    if n > 2 and n % 2 == 0:
-        cuts += [cut("tp", "dp", dp=2, tp=n // 2), cut("tp", "dp", tp=n // 2, dp=2)]
+    halves = [1, 2] if n == 2 else [2] if n % 2 == 0 else [n]
+    for dp in halves:
+        cuts += [cut("tp", "dp", dp=dp, tp=n // dp), cut("tp", "dp", tp=n // dp, dp=dp)]
     return cut(tp=1), cuts
 
 
@@ -242,7 +243,7 @@ def compare_layer(report, one, cuts, n, *, prefill):
         own, pools = sharding.place(params, cache, cut.mesh, config, heads=cut.heads, rows=cut.rows)
         operands = own, put(cut, x, P(cut.rows, None)), pools, put(cut, slots, P(cut.rows))
         operands += (boundaries(cut, lengths),) if prefill else ()
-        step, sums = layer_step(cut, config, params, prefill=prefill), 0 if cut.heads is None else 1
+        step, sums = layer_step(cut, config, params, prefill=prefill), int(cut.shards(cut.heads) > 1)
         compiled, _ = program(report, what, cut, step, *operands, donated=2, all_reduces=sums)
         y, after = compiled(*operands)
         conv = sharding.join_packed(np.asarray(after.conv), cut.shards(cut.heads), config, axis=1)
