@@ -278,4 +278,6 @@ def _own(slots, cache, rows):
 
 def _summed(y, heads):
     """The sum over the heads' shards, in float32."""
-    return y if heads is None else jax.lax.psum(y.astype(jnp.float32), heads).astype(y.dtype)
+    if heads is None or jax.lax.axis_size(heads) == 1:
+        return y
+    return jax.lax.psum(y.astype(jnp.float32), heads).astype(y.dtype)
