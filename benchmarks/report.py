@@ -93,6 +93,54 @@ def update():
     ]
 
 
+def layer():
+    """kda_decode beside what its weights and states cost at least."""
+    results = load("layer")
+    rows = []
+    for row in results["rows"]:
+        cells = [str(row["B"])] + [f"{row[key]:.1f}" for key in ("layer_us", "matmuls_us", "weights_us", "multiply_us")]
+        rows.append([*cells, f"{row['ratio']:.2f}x"])
+    head = ["B", "a layer", "its products alone", "reading its weights", "multiply", "layer / (weights + multiply)"]
+    config = results["config"]
+    return [
+        *markdown(head, rows),
+        "",
+        f"Microseconds by the clock, in a jitted loop of {results['rows'][0]['layers']} layers: D = {config['D']}, H = HV = "
+        f"{config['HV']}, K = V = {config['K']}, {results['dtype']} weights of",
+        f"{results['weight_bytes'] / 1e6:.0f} MB, float32 pool. Reading is half an in-place multiply of as many bytes. "
+        f"{where(results)}.",
+    ]
+
+
+def prefill():
+    """chunk_kda over one long sequence."""
+    results = load("prefill")
+    rows = [
+        [str(row["T"]), f"{row['recurrence_ms']:.1f}", f"{row['gates_ms']:.1f}", f"{row['peak_bytes'] / 2**30:.1f}"]
+        for row in results["rows"]
+    ]
+    return [
+        *markdown(["tokens", "`chunk_kda`, ms", "with its gates, ms", "peak memory, GiB"], rows),
+        "",
+        f"One sequence, H = {results['H']}, K = V = {results['K']}, {results['dtype']} operands, by the clock. "
+        f"{where(results)}.",
+    ]
+
+
+def sharded():
+    """One GPU against several."""
+    results = load("sharded")
+    cuts = {"tp": "heads", "dp": "slots and batch"}
+    rows = []
+    for row in results["rows"]:
+        size = f"T = {row['T']}" if "T" in row else f"B = {row['B']}"
+        times = [f"{row[key]:.0f}" for key in ("one_us", "sharded_us")]
+        cut = cuts[row["mesh"].partition("=")[0]]
+        rows.append([row["what"], f"{size}, HV = {row['HV']}", cut, *times, f"{row['scaling']:.2f}x"])
+    head = ["what", "size", "cut over the GPUs", "one GPU", f"{results['devices']} GPUs", "faster"]
+    return [*markdown(head, rows), "", f"Microseconds of a layer by the clock. {results['devices']} x {where(results)}."]
+
+
 TABLES = {
     "decode": decode,
     "suite": suite,
@@ -100,6 +148,9 @@ TABLES = {
     "ordered": lambda: shares("decode-ordered"),
     "xla": lambda: shares("decode-xla"),
     "update": update,
+    "layer": layer,
+    "prefill": prefill,
+    "sharded": sharded,
 }
 DOCUMENTS = ("README.md", "docs/performance.md")
 

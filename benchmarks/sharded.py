@@ -32,7 +32,7 @@ from kda_jax.synthetic import HEAD_DIMENSION, MODELS, random_operands
 from kda_jax.timing import layers_for
 
 LIMIT = 1e-5  # of the norm; the sum over the heads has another order on several devices
-TEMPORARIES = 0.01  # of a device's share of a pool
+TEMPORARIES = 0.01  # of a device's share of a pool; of several layers' looped pools, of one of them
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 FORBIDDEN = ("all-gather", "all-to-all", "collective-permute")
 LENGTHS = (66, 4)  # of the prefilled sequences: more than a chunk, and less
