@@ -138,7 +138,11 @@ def sharded():
         cut = cuts[row["mesh"].partition("=")[0]]
         rows.append([row["what"], f"{size}, HV = {row['HV']}", cut, *times, f"{row['scaling']:.2f}x"])
     head = ["what", "size", "cut over the GPUs", "one GPU", f"{results['devices']} GPUs", "faster"]
-    return [*markdown(head, rows), "", f"Microseconds of a layer by the clock. {results['devices']} x {where(results)}."]
+    return [
+        *markdown(head, rows),
+        "",
+        f"Microseconds of a layer by the clock. {results['devices']} x {where(results)}.",
+    ]
 
 
 TABLES = {

@@ -528,7 +528,7 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
         # No automatic barriers: each lane stores exactly the elements of the pool that it loaded, and reads nothing
         # else that is written.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*operands.values(), ref)
+    )(*unfused(tuple(operands.values())), ref)
     results = dict(zip(shapes, results, strict=True))
     if written:
         state = unfused(jax.freeze(ref))

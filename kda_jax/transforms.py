@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 
 
-def unfused(pool):
-    """The pool unchanged, kept out of XLA's dynamic-slice fusion, at no cost.
+def unfused(arrays):
+    """The arrays unchanged, kept out of XLA's dynamic-slice fusion, at no cost.
 
     With a slice of a stacked pool in front of a kernel that updates it in place, and its write-back behind it, XLA (JAX
     0.11.2, H200) fuses the three and returns wrong states without a word, unless both sides are kept apart:
     benchmarks/results/nvidia-h200-dynamic-slice-fusion.json. The test of stacked pools fails where this is left out.
+    A slice of any other operand, such as one layer's `dt_bias` of a stack, would put the kernel into such a fusion too.
     """
-    return jax.lax.optimization_barrier(pool)
+    return jax.lax.optimization_barrier(arrays)
 
 
 @jax.custom_jvp

@@ -189,7 +189,7 @@ def _launch(operands, indices, pool, *, sizes, columns, maths, out_type, config,
         largest=FLOAT32_MAX,
         epsilon=NORM_EPS,
     )
-    operands = (*inference_only(operands), *(slots if x is None else x for x in indices))
+    operands = unfused((*inference_only(operands), *(slots if x is None else x for x in indices)))
     if is_ref(pool):
         if written:
             refuse_vmap_of_ref(pool, *operands)

@@ -384,3 +384,22 @@ def test_slots_beyond_2_to_31_elements(implementation):
     assert_same_bits(out, expected_out)
     assert_same_bits(pool[4150], expected[small.slots[0]])
     assert not pool[:11].any()
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_operands_that_are_slices_of_larger_arrays(implementation, donated):
+    """As a model has them that keeps the weights of all layers in one array."""
+    x = on_device(make_call(SHAPES["k32_v16"], dtype="float32").operands)
+    wanted = decode(x, implementation)
+    pool = jnp.array(x.pop("initial_state"), copy=True)
+    larger = {name: jnp.stack([jnp.ones_like(array), array, jnp.ones_like(array)]) for name, array in x.items()}
+
+    def step(pool, larger):
+        layer = {name: array[1] for name, array in larger.items()}
+        return kda_jax.packed_decode(**layer, initial_state=pool, implementation=implementation)
+
+    with running(implementation):
+        got = jax.jit(step, donate_argnums=0 if donated else ())(pool, larger)
+    for one, other in zip(got, wanted, strict=True):
+        assert_near(one, other, 1e-6)
