@@ -402,4 +402,4 @@ def test_operands_that_are_slices_of_larger_arrays(implementation, donated):
     with running(implementation):
         got = jax.jit(step, donate_argnums=0 if donated else ())(pool, larger)
     for one, other in zip(got, wanted, strict=True):
-        assert_near(one, other, 1e-6)
+        assert_near_but_for_nans(one, other, 1e-6)  # slots that nobody may read
