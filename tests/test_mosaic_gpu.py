@@ -1,5 +1,7 @@
 """The Mosaic kernel without a GPU: its tiles, and that every one of them lowers for CUDA."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -123,3 +125,21 @@ def test_one_lowering_serves_all_call_sites():
     text = lowered_text(layers, *structs, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert text.count("@mosaic_gpu_v2") == 1
     assert text.count("call @kda_packed_decode_mosaic_gpu") == 3
+
+
+def test_every_operand_stands_behind_a_barrier():
+    """XLA puts a kernel with a sliced operand, or a sliced pool, into a fusion that may lose its result."""
+    shapes = (2, 112), (2, 96), (2, 3), (3,), (96,), (700, 3, 16, 32), (2,)
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[:-1]]
+    options = dict(sizes=sizes_of(32, 16, 2), maths=gates.Maths(0.1, True), out_dtype=jnp.dtype("float32"))
+    text = lowered_text(
+        lambda *x: mosaic_gpu.kda_packed_decode_mosaic_gpu(*x, **options),
+        *structs,
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+    )
+    behind = re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", text)
+    ((results, operands),) = re.findall(r"(%\w+):\d+ = stablehlo.custom_call @mosaic_gpu_v2\((.*?)\)", text)
+    names = {name.split("#")[0] for name in operands.split(", ")}
+    assert len(operands.split(", ")) == 9
+    assert names <= set(behind)
+    assert f"stablehlo.optimization_barrier {results}#1" in text
