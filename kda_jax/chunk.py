@@ -5,8 +5,9 @@ the chunk's start,
 
     A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc)   for j < i          w = (I + A)^-1 (beta k exp(G))
     out  = (q exp(G)) S^T + tril(q k^T exp(G_i - G_j)) (u - w S^T)      u = (I + A)^-1 (beta v)
-    S   <- S exp(G_last) + (u - w S^T)^T (k exp(G_last - G))
+    S   <- S exp(G_last) + u^T k' - S (w^T k')                          k' = k exp(G_last - G)
 
+Only the last line is a loop over the chunks, of one product each; the rest is done for all of them at once.
 Every exponent that is taken is <= 0, so no decay overflows: across blocks of 16 tokens a product of two such factors,
 with the later block's start between them; within a block the difference itself, channel by channel.
 """
@@ -25,6 +26,7 @@ from kda_jax.transforms import ref_must_be_mapped
 
 CHUNK = 64
 BLOCK = 16
+UNROLL = 4  # chunks a turn of the loop
 MOST_DECAY = -1e4  # a log decay below this is 0 all the same, and whole numbers of 64 of them are exact in float32
 
 
@@ -140,22 +142,29 @@ def kda_chunk_xla(
     sources = jnp.where((sources >= 0) & (sources < S), sources, S)  # on the high side: a negative index would wrap
     start = state.at[sources].get(mode="fill", fill_value=0).astype(jnp.float32)
 
+    tensors = (q, k, v, log_decay, beta)
     if cu_seqlens is None:
-        take, inside, first, owner = _rows_in_chunks(B, T, live)
-        written = live
+        n = -(-T // CHUNK)
+        q, k, v, log_decay, beta = (_rows_in_chunks(x, n, live) for x in tensors)
+        resets, written = None, live
     else:
         cu_seqlens = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
-        take, inside, first, owner = _sequences_in_chunks(cu_seqlens, T, live)
-        written = live & (cu_seqlens[1:] > cu_seqlens[:-1])
-    q, k, v, log_decay, beta = (_in_chunks(x, take, inside) for x in (q, k, v, log_decay, beta))
+        take, inside, chunks, owner = _sequences_in_chunks(cu_seqlens, T, live)
+        q, k, v, log_decay, beta = (_gathered_in_chunks(x, take, inside) for x in tensors)
+        resets, written = (chunks, owner), live & (cu_seqlens[1:] > cu_seqlens[:-1])
     if use_qk_l2norm:
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
     q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(scale), k))
-    out, after = _chunks(q, k, v, log_decay, beta, start, first, owner, precision)
+    out, after = _chunks(q, k, v, log_decay, beta, start, resets, precision)
 
-    out = jnp.moveaxis(out, 2, 3).reshape(-1, HV, sizes.V).astype(out_dtype)  # [n*lanes*CHUNK, HV, V]
-    place = jnp.where(inside, take, B * T).reshape(-1)
-    out = jnp.zeros((B * T, HV, sizes.V), out_dtype).at[place].set(out, mode="drop", unique_indices=False)
+    out = jnp.moveaxis(out.astype(out_dtype), 2, 3)  # [n, lanes, CHUNK, HV, V]
+    if cu_seqlens is None:
+        out = jnp.moveaxis(out, 0, 1).reshape(B, -1, HV, sizes.V)[:, :T]
+    else:
+        (chunks, _), owner = resets, owners(cu_seqlens, T)
+        at = chunks[owner] * CHUNK + jnp.arange(T, dtype=jnp.int32) - jnp.append(cu_seqlens[:-1], 0)[owner]
+        out = out.reshape(-1, HV, sizes.V).at[at].get(mode="clip")
+        out = jnp.where(jnp.append(live, False)[owner][:, None, None], out, jnp.zeros((), out_dtype))
     state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
     if is_ref(pool):
         pool[...] = state
@@ -163,23 +172,22 @@ def kda_chunk_xla(
     return out.reshape(B, T, HV, sizes.V), state
 
 
-def _rows_in_chunks(B, T, live):
-    """Where the tokens of dense rows stand in their chunks.
-
-    Returns:
-      take: `[n, B, CHUNK]`, which token of all B*T it is; inside: whether it is one, of a live row.
-      first: `[n, B]`, whether the chunk starts its sequence; owner: `[n, B]`, the sequence.
-    """
-    n = -(-T // CHUNK)
-    token = jnp.arange(n * CHUNK, dtype=jnp.int32).reshape(n, 1, CHUNK)
-    row = jnp.arange(B, dtype=jnp.int32)[None, :, None]
-    inside = (token < T) & live[None, :, None]
-    first = jnp.broadcast_to(jnp.arange(n)[:, None] == 0, (n, B))
-    return row * T + jnp.minimum(token, T - 1), inside, first, jnp.broadcast_to(row[..., 0], (n, B))
+def _rows_in_chunks(x, n, live):
+    """`[B, T, heads, ...]` as float32 `[n, B, heads, CHUNK, ...]`, zeros behind the last token and in padded rows."""
+    B, T = x.shape[:2]
+    x = jnp.where(live.reshape(B, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+    x = jnp.pad(x, [(0, 0), (0, n * CHUNK - T), *[(0, 0)] * (x.ndim - 2)])
+    x = x.reshape(B, n, CHUNK, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2)).astype(jnp.float32)
 
 
 def _sequences_in_chunks(cu_seqlens, T, live):
-    """The same for sequences that lie end to end: one lane of at most T // CHUNK + N chunks, each of one sequence."""
+    """Where the tokens of sequences that lie end to end stand: one lane of at most T // CHUNK + N chunks.
+
+    Returns:
+      take: `[n, 1, CHUNK]`, which token it is; inside: whether it is one, of a live sequence.
+      chunks: `[N+1]`, the first chunk of each sequence; owner: `[n]`, whose it is: N behind the last.
+    """
     N = live.shape[0]
     n = T // CHUNK + N
     lengths = jnp.maximum(cu_seqlens[1:] - cu_seqlens[:-1], 0)
@@ -190,41 +198,50 @@ def _sequences_in_chunks(cu_seqlens, T, live):
     at = jnp.append(cu_seqlens[:-1], 0)[owner][:, None] + number[:, None] * CHUNK
     at = at + jnp.arange(CHUNK, dtype=jnp.int32)[None]
     inside = (at < ends[owner][:, None]) & jnp.append(live, False)[owner][:, None] & (at < T)
-    return jnp.clip(at, 0, T - 1)[:, None], inside[:, None], (number == 0)[:, None], owner[:, None]
+    return jnp.clip(at, 0, T - 1)[:, None], inside[:, None], chunks, owner
 
 
-def _in_chunks(x, take, inside):
+def _gathered_in_chunks(x, take, inside):
     """`[B, T, heads, ...]` as float32 `[n, lanes, heads, CHUNK, ...]`, zeros where no token is."""
     flat = x.reshape(-1, *x.shape[2:])
     x = jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), flat[take], jnp.zeros((), x.dtype))
     return jnp.moveaxis(x.astype(jnp.float32), 3, 2)
 
 
-def _chunks(q, k, v, log_decay, beta, start, first, owner, precision):
+def _chunks(q, k, v, log_decay, beta, start, resets, precision):
     """All chunks: what of each needs no state, then the states one after the other, then the read-outs.
 
     Args:
       q, k, log_decay: `[n, lanes, HV, CHUNK, K]`. v: `[n, lanes, HV, CHUNK, V]`. beta: `[n, lanes, HV, CHUNK]`.
-      start: `[N, HV, V, K]`. first, owner: `[n, lanes]`.
+      start: `[N, HV, V, K]`. resets: None, where each lane is one sequence; else `(chunks [N+1], owner [n])`.
 
     Returns:
       `(out, after)`: `[n, lanes, HV, CHUNK, V]`, and the states `[N, HV, V, K]` after each sequence.
     """
+    product = functools.partial(jnp.einsum, precision=precision)
     w, u, scores, q, k, last = _within(q, k, v, log_decay, beta, precision)
+    changes = last, product("nlhik,nlhij->nlhkj", w, k), product("nlhiv,nlhik->nlhvk", u, k)
 
-    def step(carry, chunk):
-        running, after = carry
-        w, u, k, last, first, owner = chunk
-        state = jnp.where(first[:, None, None, None], start.at[owner].get(mode="fill", fill_value=0), running)
-        new = u - jnp.einsum("lhik,lhvk->lhiv", w, state, precision=precision)
-        update = jnp.einsum("lhiv,lhik->lhvk", new, k, precision=precision)
-        running = state * last[:, :, None] + update
-        return (running, after.at[owner].set(running, mode="drop")), (new, state)
+    def advance(state, change):
+        last, erased, added = change
+        return state * last[:, :, None] + (added - product("lhvk,lhkj->lhvj", state, erased))
 
-    zeros = jnp.zeros((first.shape[1], *start.shape[1:]), jnp.float32)
-    (_, after), (new, states) = jax.lax.scan(step, (zeros, jnp.zeros_like(start)), (w, u, k, last, first, owner))
-    out = jnp.einsum("nlhik,nlhvk->nlhiv", q, states, precision=precision)
-    return out + jnp.einsum("nlhij,nlhjv->nlhiv", scores, new, precision=precision), after
+    if resets is None:
+        after, states = jax.lax.scan(lambda state, x: (advance(state, x), state), start, changes, unroll=UNROLL)
+    else:
+        chunks, owner = resets
+        first = jnp.arange(owner.shape[0]) == chunks[owner]
+
+        def step(state, chunk):
+            first, owner, *change = chunk
+            state = jnp.where(first, start.at[owner].get(mode="fill", fill_value=0)[None], state)
+            return advance(state, change), state
+
+        _, states = jax.lax.scan(step, jnp.zeros((1, *start.shape[1:])), (first, owner, *changes), unroll=UNROLL)
+        ends = jnp.maximum(chunks[1:] - 1, 0)
+        after = advance(states[ends, 0], [change[ends, 0] for change in changes])
+    new = u - product("nlhik,nlhvk->nlhiv", w, states)
+    return product("nlhik,nlhvk->nlhiv", q, states) + product("nlhij,nlhjv->nlhiv", scores, new), after
 
 
 @functools.partial(jax.checkpoint, static_argnums=(5,))  # the blocks' differences are not kept for the derivative
@@ -235,41 +252,81 @@ def _within(q, k, v, log_decay, beta, precision):
     square = (1,) * (k.ndim - 2) + (CHUNK, CHUNK)
     before = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1).reshape(square)
     upto = jnp.tril(jnp.ones((CHUNK, CHUNK), bool)).reshape(square)
-    system = jnp.where(before, key_scores * beta[..., None], 0)  # the solver takes its diagonal as ones
-    decayed = k * _exp(G)
-    rhs = jnp.concatenate([decayed, v], axis=-1) * beta[..., None]
-    solved = jax.lax.linalg.triangular_solve(system, rhs, left_side=True, lower=True, unit_diagonal=True)
-    w, u = jnp.split(solved, [k.shape[-1]], axis=-1)
+    system = jnp.where(before, key_scores * beta[..., None], 0)
+    inverse = _inverse(system)
+    w, u = (jnp.matmul(inverse, x * beta[..., None], precision=precision) for x in (k * _exp(G), v))
     last = tuple(x[..., -1:, :] for x in G)
     scores = jnp.where(upto, scores, 0)
     return w, u, scores, q * _exp(G), k * _exp(_minus(last, G)), _exp(last)[..., 0, :]
 
 
+def _inverse(A):
+    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]`, in float32: of blocks of 4, then of two halves each.
+
+    A power series over all 64 would cancel; over 4 it has three terms. The halves' products are exact sums of up to 32.
+    """
+    lead, size = A.shape[:-2], 4
+    block = _diagonal(A, size, 0)
+    eye = jnp.eye(size, dtype=A.dtype).reshape((1,) * (block.ndim - 2) + (size, size))
+    inverse = eye - block
+    for _ in range(size - 2):
+        inverse = eye - _small_product(block, inverse)
+    while size < CHUNK:
+        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        product = _small_product if size < BLOCK else functools.partial(jnp.matmul, precision="highest")
+        corner = -product(product(lower, _diagonal(A, size, 1)), upper)
+        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
+        size *= 2
+    return inverse.reshape(*lead, CHUNK, CHUNK)
+
+
+def _diagonal(A, size, below):
+    """The blocks of this size on A's diagonal, `[..., CHUNK/size, size, size]`; or every other one of those below it."""
+    count = CHUNK // size
+    rows = A.reshape(*A.shape[:-2], count, size, CHUNK)
+    which = range(1, count, 2) if below else range(count)
+    return jnp.stack([rows[..., i, :, (i - below) * size : (i - below + 1) * size] for i in which], axis=-3)
+
+
+def _small_product(x, y):
+    """x @ y of matrices that are too small for a product of their own on a GPU."""
+    return (x[..., :, :, None] * y[..., None, :, :]).sum(-2)
+
+
 def _pairs(xs, k, G, precision):
     """For each x `sum_c x_ic k_jc exp(G_ic - G_jc)` for j <= i, `[..., CHUNK, CHUNK]`; above stands nothing of use."""
-    lead, K = k.shape[:-2], k.shape[-1]
-    blocks, early = CHUNK // BLOCK, CHUNK - BLOCK
-    shape = (*lead, blocks, BLOCK, K)
-    in_blocks = tuple(y.reshape(shape) for y in G)
-    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool)).reshape((1,) * (k.ndim - 1) + (BLOCK, BLOCK, 1))
-    apart = sum(_minus(*(tuple(jnp.expand_dims(y, axis) for y in in_blocks) for axis in (-2, -3))))
-    within = k.reshape(shape)[..., None, :, :] * jnp.exp(jnp.where(causal, apart, -jnp.inf))
+    lead, early = k.shape[:-2], CHUNK - BLOCK
     # Of a later block's start: what its rows have lost since, and what the tokens before had still to lose until then.
     border = tuple(y[..., BLOCK - 1 : early : BLOCK, None, :] for y in G)
-    since = _exp(_minus(tuple(y[..., 1:, :, :] for y in in_blocks), border))
+    since = _exp(_minus(tuple(y[..., 1:, :, :] for y in map(_in_blocks, G)), border))
     until = sum(_minus(border, tuple(y[..., None, :early, :] for y in G)))
     until = k[..., None, :early, :] * jnp.exp(jnp.minimum(until, 0))  # above 0 only where the result is of no use
     block = jnp.arange(CHUNK) // BLOCK
     same_block = (block[:, None] == block[None]).reshape((1,) * len(lead) + (CHUNK, CHUNK))
     pairs = []
     for x in xs:
-        x = x.reshape(shape)
-        near = (x[..., :, None, :] * within).sum(-1).reshape(*lead, CHUNK, BLOCK)
-        far = jnp.einsum("...bik,...bjk->...bij", x[..., 1:, :, :] * since, until, precision=precision)
+        # Behind a barrier of its own: else XLA writes out what both sums read, or takes a minute over them, in Triton.
+        near = _pairs_within_blocks(*jax.lax.optimization_barrier((x, k, G)))
+        far = jnp.einsum("...bik,...bjk->...bij", _in_blocks(x)[..., 1:, :, :] * since, until, precision=precision)
         far = far.reshape(*lead, early, early)
         far = jnp.pad(far, [(0, 0)] * len(lead) + [(BLOCK, 0), (0, BLOCK)])
-        pairs.append(jnp.where(same_block, jnp.tile(near, blocks), far))
+        pairs.append(jnp.where(same_block, jnp.tile(near, CHUNK // BLOCK), far))
     return pairs
+
+
+def _pairs_within_blocks(x, k, G):
+    """`[..., CHUNK, BLOCK]`: the same for i and j of one block, channel by channel."""
+    x, k, *G = map(_in_blocks, (x, k, *G))
+    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool)).reshape((1,) * (k.ndim - 2) + (BLOCK, BLOCK, 1))
+    apart = sum(_minus(*(tuple(jnp.expand_dims(y, axis) for y in G) for axis in (-2, -3))))
+    decayed = k[..., None, :, :] * jnp.exp(jnp.where(causal, apart, -jnp.inf))
+    near = (x[..., :, None, :] * decayed).sum(-1)
+    return near.reshape(*near.shape[:-3], CHUNK, BLOCK)
+
+
+def _in_blocks(x):
+    return x.reshape(*x.shape[:-2], CHUNK // BLOCK, BLOCK, x.shape[-1])
 
 
 def _sums(log_decay):
