@@ -158,7 +158,7 @@ def kda_chunk_xla(
     out, after = _chunks(q, k, v, log_decay, beta, start, resets, precision)
 
     out = jnp.moveaxis(out.astype(out_dtype), 2, 3)  # [n, lanes, CHUNK, HV, V]
-    if cu_seqlens is None:
+    if resets is None or cu_seqlens is None:
         out = jnp.moveaxis(out, 0, 1).reshape(B, -1, HV, sizes.V)[:, :T]
     else:
         (chunks, _), owner = resets, owners(cu_seqlens, T)
