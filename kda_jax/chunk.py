@@ -261,7 +261,7 @@ def _within(q, k, v, log_decay, beta, precision):
 
 
 def _inverse(A):
-    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]`, in float32: of blocks of 4, then of two halves each.
+    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]` in float32: of blocks of 4, then by two halves each.
 
     A power series over all 64 would cancel; over 4 it has three terms. The halves' products are exact sums of up to 32.
     """
@@ -282,7 +282,7 @@ def _inverse(A):
 
 
 def _diagonal(A, size, below):
-    """The blocks of this size on A's diagonal, `[..., CHUNK/size, size, size]`; or every other one of those below it."""
+    """The blocks of this size on A's diagonal, `[..., CHUNK/size, size, size]`, or every other one of those below."""
     count = CHUNK // size
     rows = A.reshape(*A.shape[:-2], count, size, CHUNK)
     which = range(1, count, 2) if below else range(count)
