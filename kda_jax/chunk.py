@@ -261,7 +261,7 @@ def _within(q, k, v, log_decay, beta, precision):
 
 
 def _inverse(A):
-    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]` in float32: of blocks of 4, then by two halves each.
+    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]` in float32: blocks of 4, then by two halves each.
 
     A power series over all 64 would cancel; over 4 it has three terms. The halves' products are exact sums of up to 32.
     """
