@@ -312,15 +312,15 @@ def _body(
         lax.fori_loop(bare_first, bare_last, lambda token, _: clear(token), None)
 
     def one_token():
-        # Loads come first: the gates hide their latency. No more than `ahead` steps are held at once.
+        # Loads come first: the gates hide their latency. At most `ahead` steps are under way beside the present one.
         held = [load_state(start) for start in steps[: config.ahead]]
         q, k, decay, k_q, beta = vectors(row, token_layout.reduce(0), token_shape[1:])
         for step, start in enumerate(steps):
+            if step + config.ahead < len(steps):
+                held.append(load_state(steps[step + config.ahead]))
             v = load(refs["v"].at[row, rows(v_start + head * V + start)], value_layout).astype(f32)
             updated = advance(row, start, held[step], q, k, decay, k_q, beta, v)
             store_state(start, updated)
-            if step + config.ahead < len(steps):
-                held.append(load_state(steps[step + config.ahead]))
 
     def many_tokens():
         held = tuple(load_state(start) for start in steps)
