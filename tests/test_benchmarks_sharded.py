@@ -59,7 +59,7 @@ def test_a_zero_of_the_other_sign_has_other_bits():
 @on_the_host
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_a_program_that_gathers_or_copies_is_seen():
-    _, (cut, _) = sharded.cuts_of(2)
+    _, (cut, *_) = sharded.cuts_of(2)
     x = sharded.zeros(cut, jax.ShapeDtypeStruct((4,), jnp.float32), P("tp"))
     report, whole = sharded.Report({}), NamedSharding(cut.mesh, P())
 

@@ -30,12 +30,7 @@ MUTANTS = {
         "reference": (("jnp.repeat(x, HV // x.shape[2], axis=2)", "jnp.tile(x, (1, 1, HV // x.shape[2], 1))"),),
     },
     "beta rounded to bfloat16": {
-        "mosaic_gpu": (
-            (
-                "decay = jnp.exp(log_decay)",
-                "decay, beta = jnp.exp(log_decay), beta.astype(jnp.bfloat16).astype(f32)",
-            ),
-        ),
+        "mosaic_gpu": (("dot(k, q), gated[0][1]", "dot(k, q), gated[0][1].astype(jnp.bfloat16).astype(f32)"),),
         "reference": (
             (
                 "token_major = [",
@@ -64,14 +59,14 @@ MUTANTS = {
         "gates": (("value = softplus(x) if", "value = jnp.where(x < 20.0, x, softplus(x)) if"),),
     },
     "gate by key head": {
-        "mosaic_gpu": (('refs["a"].at[token, pl.ds(head * K, K)]', 'refs["a"].at[token, pl.ds(group * K, K)]'),),
+        "mosaic_gpu": (('vector(refs["a"], tokens, head * chunks)', 'vector(refs["a"], tokens, group * chunks)'),),
         "reference": (("a.reshape(B, 1, HV, K)", "jnp.repeat(a.reshape(B, 1, HV, K)[:, :, :H], HV // H, axis=2)"),),
     },
     "state rounded before the read": {
         "mosaic_gpu": (
             (
-                "state_q = (decayed * along_keys(q))",
-                "state_q = (decayed.astype(pool.dtype).astype(f32) * along_keys(q))",
+                "state_q = total([d * along_keys(x)",
+                "state_q = total([d.astype(pool.dtype).astype(f32) * along_keys(x)",
             ),
         ),
         "reference": (
@@ -82,7 +77,7 @@ MUTANTS = {
         ),
     },
     "scale on k": {
-        "mosaic_gpu": (("q = q * maths.scale", "k = k * maths.scale"),),
+        "mosaic_gpu": (("q = [part * maths.scale for part in q]", "k = [part * maths.scale for part in k]"),),
         "reference": (("(q * f32(maths.scale), k)", "(q, k * f32(maths.scale))"),),
     },
     "padded row unwritten": {
