@@ -147,29 +147,34 @@ def kda_chunk_xla(
         n = -(-T // CHUNK)
         q, k, v, log_decay, beta = (_rows_in_chunks(x, n, live) for x in tensors)
         resets, written = None, live
+
+        def at_their_tokens(out):
+            return jnp.moveaxis(out, 0, 1).reshape(B, n * CHUNK, HV, sizes.V)[:, :T]
+
     else:
-        cu_seqlens = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
-        take, inside, chunks, owner = _sequences_in_chunks(cu_seqlens, T, live)
+        bounds = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
+        take, inside, chunks, owner = _sequences_in_chunks(bounds, T, live)
         q, k, v, log_decay, beta = (_gathered_in_chunks(x, take, inside) for x in tensors)
-        resets, written = (chunks, owner), live & (cu_seqlens[1:] > cu_seqlens[:-1])
+        resets, written = (chunks, owner), live & (bounds[1:] > bounds[:-1])
+
+        def at_their_tokens(out):
+            token_owner = owners(bounds, T)
+            begin = chunks * CHUNK - jnp.append(bounds[:-1], 0)
+            at = begin[token_owner] + jnp.arange(T, dtype=jnp.int32)
+            out = out.reshape(-1, HV, sizes.V).at[at].get(mode="clip")
+            shown = jnp.append(live, False)[token_owner]
+            return jnp.where(shown[:, None, None], out, jnp.zeros((), out_dtype)).reshape(B, T, HV, sizes.V)
+
     if use_qk_l2norm:
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
     q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(scale), k))
     out, after = _chunks(q, k, v, log_decay, beta, start, resets, precision)
-
-    out = jnp.moveaxis(out.astype(out_dtype), 2, 3)  # [n, lanes, CHUNK, HV, V]
-    if resets is None or cu_seqlens is None:
-        out = jnp.moveaxis(out, 0, 1).reshape(B, -1, HV, sizes.V)[:, :T]
-    else:
-        (chunks, _), owner = resets, owners(cu_seqlens, T)
-        at = chunks[owner] * CHUNK + jnp.arange(T, dtype=jnp.int32) - jnp.append(cu_seqlens[:-1], 0)[owner]
-        out = out.reshape(-1, HV, sizes.V).at[at].get(mode="clip")
-        out = jnp.where(jnp.append(live, False)[owner][:, None, None], out, jnp.zeros((), out_dtype))
+    out = at_their_tokens(jnp.moveaxis(out.astype(out_dtype), 2, 3))  # from [n, lanes, CHUNK, HV, V]
     state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
     if is_ref(pool):
         pool[...] = state
-        return out.reshape(B, T, HV, sizes.V), None
-    return out.reshape(B, T, HV, sizes.V), state
+        return out, None
+    return out, state
 
 
 def _rows_in_chunks(x, n, live):
@@ -226,18 +231,20 @@ def _chunks(q, k, v, log_decay, beta, start, resets, precision):
         last, erased, added = change
         return state * last[:, :, None] + (added - product("lhvk,lhkj->lhvj", state, erased))
 
+    unroll = UNROLL if isinstance(q.shape[0], int) else 1  # a symbolic number of chunks is compared with nothing
     if resets is None:
-        after, states = jax.lax.scan(lambda state, x: (advance(state, x), state), start, changes, unroll=UNROLL)
+        after, states = jax.lax.scan(lambda state, x: (advance(state, x), state), start, changes, unroll=unroll)
     else:
         chunks, owner = resets
-        first = jnp.arange(owner.shape[0]) == chunks[owner]
+        first = jnp.arange(owner.shape[0], dtype=jnp.int32) == chunks[owner]
 
         def step(state, chunk):
             first, owner, *change = chunk
             state = jnp.where(first, start.at[owner].get(mode="fill", fill_value=0)[None], state)
             return advance(state, change), state
 
-        _, states = jax.lax.scan(step, jnp.zeros((1, *start.shape[1:])), (first, owner, *changes), unroll=UNROLL)
+        empty = jnp.zeros((1, *start.shape[1:]), start.dtype)
+        _, states = jax.lax.scan(step, empty, (first, owner, *changes), unroll=unroll)
         ends = jnp.maximum(chunks[1:] - 1, 0)
         after = advance(states[ends, 0], [change[ends, 0] for change in changes])
     new = u - product("nlhik,nlhvk->nlhiv", w, states)
@@ -263,7 +270,7 @@ def _within(q, k, v, log_decay, beta, precision):
 def _inverse(A):
     """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]` in float32: blocks of 4, then by two halves each.
 
-    A power series over all 64 would cancel; over 4 it has three terms. The halves' products are exact sums of up to 32.
+    A power series over all 64 would cancel; over 4 it has three terms. The halves' products are sums of up to 32 terms.
     """
     lead, size = A.shape[:-2], 4
     block = _diagonal(A, size, 0)

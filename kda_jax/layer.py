@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
-from kda_jax import gates
+from kda_jax import dispatch, gates
 from kda_jax.chunk import chunk_kda
 from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
@@ -51,8 +51,11 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
     """
     local = _local(config, params)
     sizes = _judge(LAYER_DECODE, params, cache, local, x=x, slots=slots)
-    B, missing = x.shape[0], max(0, FEWEST_ROWS - x.shape[0])
-    x, slots = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(as_int32(slots), (0, missing), constant_values=-1)
+    B, slots = x.shape[0], as_int32(slots)
+    # The kernels pass over padded rows; XLA's gather does not.
+    if isinstance(B, int) and B < FEWEST_ROWS and dispatch.choose(implementation, sizes, cache.state) != "xla":
+        x = jnp.pad(x, ((0, FEWEST_ROWS - B), (0, 0)))
+        slots = jnp.pad(slots, (0, FEWEST_ROWS - B), constant_values=-1)
     live = (slots >= 0) & (slots < sizes.S)
     x = _masked(x, live)
     mixed_qkv, conv = conv_decode(_project(params, x), _kernels(params), cache.conv, slots)

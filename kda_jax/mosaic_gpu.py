@@ -123,6 +123,8 @@ def unsupported(sizes: Sizes) -> str | None:
 def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
     """16-byte vectors along K where K allows, steps of 4 KB, and taller tiles once there are enough to fill the GPU.
 
+    Over several tokens a step is one pass of the four warps, and `ahead` means nothing: a tile is loaded at once.
+
     H200, K = V = 128, kernel us with tiles of 4, 8 and 16 KB (more in benchmarks/results/nvidia-h200-tuning.json):
 
         B*HV        32                64                96                128               192
@@ -242,7 +244,7 @@ def _body(
         """The sum over K of an array for each piece, in the one order that all share."""
         sums = [term.sum(-1) for term in terms]
         apart = CHUNKS if len(terms) == chunks else 1
-        sums = [functools.reduce(operator.add, sums[chunk::apart]) for chunk in range(apart)]
+        sums = [functools.reduce(operator.add, sums[which::apart]) for which in range(apart)]
         while len(sums) > 1:
             sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
         lanes = len(config.chunk_shape) - 1
@@ -259,9 +261,9 @@ def _body(
         group, _ = _divide(head, HV // H)
 
         def vector(ref, *index, layout=layout):
-            *index, first = index
+            *index, begin = index
             starts = range(0, chunks, CHUNKS)
-            return [load(ref.at[*index, pl.ds(first + start, CHUNKS)], layout).astype(f32) for start in starts]
+            return [load(ref.at[*index, pl.ds(begin + start, CHUNKS)], layout).astype(f32) for start in starts]
 
         def dot(x, y):
             return total([one * other for one, other in zip(x, y, strict=True)])
@@ -387,7 +389,7 @@ def _divide(x, n):
 
 
 def _store(ref, value):
-    """Registers to global memory. JAX 0.12 refuses plain stores of these layouts; 0.11 has no others."""
+    """Registers to memory. JAX 0.12 refuses plain stores of these layouts; 0.11 has no others."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -483,6 +485,8 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
     config = config or choose_config(sizes, pool.dtype, several_tokens)
     chex.assert_is_divisible(V, config.tile_rows)
     chex.assert_is_divisible(K, config.lanes * config.vector)
+    if config.fold and not several_tokens:
+        raise ValueError(f"{config=} folds rows, which one token's kernel does not")
     chunk = math.prod(config.chunk_shape)
     in_chunks = (K // chunk, *config.chunk_shape)  # K: reshaped here, since Pallas's interpreter reshapes no Ref
     for name in operands.keys() & {"q", "k", "a", "dt_bias"}:
@@ -498,8 +502,8 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
     else:
         state = inference_only(pool)
         state = pool_as_mapped(state, *operands.values()) if written else state
-    state = state.reshape(*state.shape[:-1], *in_chunks)
-    ref = jax.new_ref(unfused(state)) if written else state
+    state = unfused(state.reshape(*state.shape[:-1], *in_chunks))
+    ref = jax.new_ref(state) if written else state
     shapes = {"out": jax.ShapeDtypeStruct((tokens, HV, V), out_dtype)}
     if intermediate:
         shapes["intermediate"] = jax.ShapeDtypeStruct((tokens, HV, V, *in_chunks), pool.dtype)
@@ -526,12 +530,11 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
         scratch_types=list(scratch.values()),
         kernel_name=name,  # what profilers show
         # No automatic barriers: each lane stores exactly the elements of the pool that it loaded, and reads nothing
-        # else that is written.
+        # else of global memory that is written; shared memory has its barriers in many_tokens.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*unfused(tuple(operands.values())), ref)
+    state, results = unfused((jax.freeze(ref) if written else state, results))
     results = dict(zip(shapes, results, strict=True))
-    if written:
-        state = unfused(jax.freeze(ref))
     state = state.reshape(*state.shape[:3], K)
     if is_ref(pool) and written:
         pool[...] = state

@@ -193,10 +193,11 @@ def _launch(operands, indices, pool, *, sizes, columns, maths, out_type, config,
     if is_ref(pool):
         if written:
             refuse_vmap_of_ref(pool, *operands)
-        out, states, state = call(operands, unfused(pool[...]))  # the Ref's own buffer: nothing is copied inside jit
+        # The Ref's own buffer: nothing is copied inside jit.
+        out, states, state = unfused(call(operands, unfused(pool[...])))
         if written:
-            pool[...] = unfused(state)
+            pool[...] = state
         return out, None, states if intermediate else None
     one = loop_over_mapped(lambda pool, *rest: call(rest, pool))
-    out, states, state = one(unfused(inference_only(pool)), *operands)
-    return out, unfused(state), states if intermediate else None
+    out, states, state = unfused(one(unfused(inference_only(pool)), *operands))
+    return out, state, states if intermediate else None

@@ -219,3 +219,26 @@ def test_the_inverse_of_a_chunk_is_exact_where_a_power_series_would_cancel(kind)
     got = chunk._inverse(jnp.asarray(np.stack([A, 0 * A]), jnp.float32))
     assert_near(got[0], np.linalg.inv(np.eye(size) + A), 1e-6)
     assert_near(got[1], np.eye(size), 0.0)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_any_number_of_tokens_exports_as_one_program(varlen):
+    T = jax.export.symbolic_shape("T")[0]
+    x = operands(1, 150)
+    shapes = {
+        n: jax.ShapeDtypeStruct((1, T, *y.shape[2:]) if y.ndim > 1 and len(y) == 1 else y.shape, y.dtype)
+        for n, y in x.items()
+    }
+    bounds = dict(cu_seqlens=np.array([0, 150], np.int32)) if varlen else {}
+    program = jax.export.export(jax.jit(lambda x: kda_jax.chunk_kda(**x, **bounds)))(shapes)
+    out, state = program.call({name: jnp.asarray(y) for name, y in x.items()})
+    expected_out, expected = wanted(x)
+    assert_near(out, expected_out, LIMIT)
+    assert_near(state, expected, LIMIT)
+
+
+def test_64_bit_mode_widens_nothing():
+    x = {name: jnp.asarray(y) for name, y in operands(1, 70).items()}
+    with jax.enable_x64(True):
+        lowered = jax.jit(lambda x: kda_jax.chunk_kda(**x, cu_seqlens=jnp.array([0, 70], jnp.int32))).lower(x)
+    assert "xf64" not in lowered.as_text()

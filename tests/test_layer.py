@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import assert_near, assert_same_bits
+from support import assert_near, assert_same_bits, running
 
 import kda_jax
 from kda_contracts import ContractError
@@ -297,3 +297,26 @@ def test_configs_of_released_models():
     assert k3 == kda_jax.KDAConfig(D=7168, H=96, HV=96, K=128, V=128, lower_bound=-5.0, norm_eps=1e-6)
     with pytest.raises(kda_jax.BadFileError, match="no usable number for H"):
         kda_jax.config_from_hf(dict(hidden_size=2304, linear_attn_config=dict(head_dim=128, short_conv_kernel_size=4)))
+
+
+def test_any_batch_exports_as_one_program():
+    config, params, cache = make("softplus, low rank")
+    B = jax.export.symbolic_shape("B")[0]
+    shapes = jax.ShapeDtypeStruct((B, config.D), jnp.float32), jax.ShapeDtypeStruct((B,), jnp.int32)
+    step = functools.partial(kda_jax.kda_decode, config=config, implementation="xla")
+    program = jax.export.export(jax.jit(lambda x, slots: step(params, x, cache, slots)[0]))(*shapes)
+    x, slots = inputs(3, config.D), jnp.array([4, -1, 0])
+    assert_near(program.call(x, slots.astype(jnp.int32)), step(params, x, cache, slots)[0], LIMIT)
+
+
+@pytest.mark.parametrize("B", [1, 3, 9])
+def test_with_a_kernel_a_few_rows_are_padded_and_nobody_sees_it(B):
+    config = kda_jax.KDAConfig(D=24, H=2, HV=4, K=32, V=16, gate_rank=16)
+    params, cache = kda_jax.init_params(config, jax.random.key(1), dtype=jnp.float32), kda_jax.init_cache(config, 12)
+    x, slots = inputs(B, config.D), jnp.arange(B)[::-1]
+    wanted, after = decode(params, x, cache, slots, config=config, implementation="xla")
+    with running("mosaic_gpu"):
+        y, got = kda_jax.kda_decode(params, x, cache, slots, config=config, implementation="mosaic_gpu")
+    assert_near(y, wanted, LIMIT)
+    assert_near(got.state, after.state, LIMIT)
+    assert_same_bits(got.conv, after.conv)

@@ -127,19 +127,21 @@ def test_one_lowering_serves_all_call_sites():
     assert text.count("call @kda_packed_decode_mosaic_gpu") == 3
 
 
-def test_every_operand_stands_behind_a_barrier():
-    """XLA puts a kernel with a sliced operand, or a sliced pool, into a fusion that may lose its result."""
-    shapes = (2, 112), (2, 96), (2, 3), (3,), (96,), (700, 3, 16, 32), (2,)
-    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[:-1]]
-    options = dict(sizes=sizes_of(32, 16, 2), maths=gates.Maths(0.1, True), out_dtype=jnp.dtype("float32"))
-    text = lowered_text(
-        lambda *x: mosaic_gpu.kda_packed_decode_mosaic_gpu(*x, **options),
-        *structs,
-        jax.ShapeDtypeStruct((2,), jnp.int32),
+@pytest.mark.parametrize("written", [True, False])
+def test_every_operand_and_result_stands_behind_a_barrier(written):
+    """XLA puts a kernel with a sliced operand, or a result that is written back, into a fusion that may lose it."""
+    struct, f32 = jax.ShapeDtypeStruct, jnp.float32
+    shapes = dict(
+        q=(2, 5, 1, 32), k=(2, 5, 1, 32), v=(2, 5, 3, 16), a=(2, 5, 96), b=(2, 5, 3), A_log=(3,), dt_bias=(96,)
     )
+    x = {name: struct(shape, f32) for name, shape in shapes.items()}
+    x |= dict(initial_state_source=struct((7, 3, 16, 32), f32), initial_state_indices=struct((2,), jnp.int32))
+    options = dict(update_state=written, intermediate_states=True, implementation="mosaic_gpu")
+    text = lowered_text(lambda x: kda_jax.fused_sigmoid_gating_kda_update(**x, **options), x)
     behind = re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", text)
-    ((results, operands),) = re.findall(r"(%\w+):\d+ = stablehlo.custom_call @mosaic_gpu_v2\((.*?)\)", text)
+    ((results, count, operands),) = re.findall(r"(%\w+):(\d+) = stablehlo.custom_call @mosaic_gpu_v2\((.*?)\)", text)
     names = {name.split("#")[0] for name in operands.split(", ")}
     assert len(operands.split(", ")) == 9
     assert names <= set(behind)
-    assert f"stablehlo.optimization_barrier {results}#1" in text
+    barrier = next(line for line in text.splitlines() if "optimization_barrier" in line and f"{results}#0" in line)
+    assert all(f"{results}#{result}" in barrier for result in range(int(count)))
