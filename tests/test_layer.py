@@ -88,7 +88,7 @@ def test_prefill_and_decode_meet_a_float64_layer(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("T", [65, *(pytest.param(T, marks=pytest.mark.slow) for T in (1, 63, 64, 200))])
 def test_prefill_then_decode_is_prefill_of_one_more(T, name):
     """In a batch with an empty sequence, a padded and a short one, and tokens of none: one compilation for all T."""
     config, params, cache = make(name)
@@ -177,6 +177,7 @@ def test_slots_of_any_width_in_a_large_pool(dtype):
     assert_same_bits(got.state, after.state)
 
 
+@pytest.mark.slow
 def test_nan_where_nothing_is_live_reaches_no_derivative():
     config, params, cache = make("softplus, low rank")
     x = inputs(9, config.D).at[3:].set(jnp.nan)  # a padded sequence, and tokens of none
@@ -231,6 +232,7 @@ def test_a_bfloat16_model_keeps_its_dtypes():
     assert_near(y, float64_layer(params, x, cache.conv[0], cache.state[0], config)[0], 3e-2)
 
 
+@pytest.mark.slow
 def test_the_layer_differentiates():
     config, params, cache = make("safe, full rank")
     x = inputs(20, config.D)

@@ -59,9 +59,16 @@ def test_a_config_validates_itself(wrong, message):
         mosaic_gpu.Config(**{"tile_rows": 16, "step_rows": 8, "lanes": 32, "vector": 4} | wrong)
 
 
-@pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
-@pytest.mark.parametrize("K", KEY_SIZES)
+@pytest.mark.parametrize(
+    ("K", "dtype", "pool_dtype"),
+    [
+        (K, dtype, pool_dtype)
+        for K in KEY_SIZES
+        for dtype in POOL_DTYPES
+        for pool_dtype in POOL_DTYPES
+        if dtype == "bfloat16" or K in (96, 128)  # how an operand is loaded does not hang on K
+    ],
+)
 def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
     programs = {}
     for V in VALUE_SIZES:

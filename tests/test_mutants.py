@@ -21,6 +21,7 @@ import kda_jax
 from kda_contracts import Sizes
 from kda_jax.gates import Maths
 
+pytestmark = pytest.mark.slow
 SQUARE = Sizes(B=3, H=1, HV=2, K=32, V=32, S=5)  # K == V: only values can show a transposed state
 
 # name -> {module: ((what stands there, what stands there instead), ...)}; in the kernel, then in the reference.

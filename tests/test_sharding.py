@@ -14,7 +14,8 @@ from kda_jax import sharding
 CONFIG = kda_jax.KDAConfig(D=24, H=8, HV=16, K=8, V=4, gate_rank=4)
 FULL = kda_jax.KDAConfig(D=24, H=8, HV=8, K=8, V=4, lower_bound=-5.0)
 S, LIMIT = 8, 1e-5
-MESHES = [((2,), ("tp",)), ((4,), ("tp",)), ((8,), ("tp",)), ((2, 4), ("dp", "tp")), ((4, 2), ("tp", "dp"))]
+MESHES = [((2,), ("tp",)), ((8,), ("tp",)), ((2, 4), ("dp", "tp"))]
+MESHES += [pytest.param(*mesh, marks=pytest.mark.slow) for mesh in (((4,), ("tp",)), ((4, 2), ("tp", "dp")))]
 
 
 def mesh_of(shape, names):
