@@ -131,6 +131,7 @@ def test_l2norm_and_scale():
     assert_near(state, expected, LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cu_seqlens", [None, (0, 5, 5, 90)])
 def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
     x = operands(3 if cu_seqlens is None else 1, 45 if cu_seqlens is None else 90, N=3, decay=0.3)
@@ -221,6 +222,7 @@ def test_the_inverse_of_a_chunk_is_exact_where_a_power_series_would_cancel(kind)
     assert_near(got[1], np.eye(size), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("varlen", [False, True])
 def test_any_number_of_tokens_exports_as_one_program(varlen):
     T = jax.export.symbolic_shape("T")[0]

@@ -311,6 +311,7 @@ def test_any_batch_exports_as_one_program():
     assert_near(program.call(x, slots.astype(jnp.int32)), step(params, x, cache, slots)[0], LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("B", [1, 3, 9])
 def test_with_a_kernel_a_few_rows_are_padded_and_nobody_sees_it(B):
     config = kda_jax.KDAConfig(D=24, H=2, HV=4, K=32, V=16, gate_rank=16)

@@ -62,7 +62,7 @@ def test_a_config_validates_itself(wrong, message):
 @pytest.mark.parametrize(
     ("K", "dtype", "pool_dtype"),
     [
-        (K, dtype, pool_dtype)
+        pytest.param(K, dtype, pool_dtype, marks=[pytest.mark.slow] * (dtype != "bfloat16"))
         for K in KEY_SIZES
         for dtype in POOL_DTYPES
         for pool_dtype in POOL_DTYPES
