@@ -55,7 +55,9 @@ def with_gates(pool, x):
 
 def milliseconds(function, pool, *arguments):
     """(median milliseconds, compiled program, pool) of a jitted step that donates its pool."""
+    start = time.perf_counter()
     compiled = jax.jit(function, donate_argnums=0).lower(pool, *arguments).compile()
+    print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
     _, pool = jax.block_until_ready(compiled(pool, *arguments))
     times = []
     for _ in range(7):

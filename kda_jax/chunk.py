@@ -1,5 +1,7 @@
 """Prefill: Kimi Delta Attention over long sequences in chunks of 64 tokens, in plain XLA.
 
+On some GPUs the kernels of `chunk_mosaic_gpu.py` stand in for `_chunks_and_states`.
+
 Within a chunk the rank-1 updates become one triangular system (the WY form): with G the sum of the log decays from
 the chunk's start,
 
@@ -22,7 +24,7 @@ from kda_jax import dispatch, gates
 from kda_jax.invariants import assert_operands
 from kda_jax.sequences import owners
 from kda_jax.slots import as_int32, is_ref
-from kda_jax.transforms import ref_must_be_mapped
+from kda_jax.transforms import ref_must_be_mapped, with_transforms_of
 
 CHUNK = 64
 BLOCK = 16
@@ -44,6 +46,7 @@ def chunk_kda(
     scale=None,
     use_qk_l2norm_in_kernel=False,
     out_dtype=None,
+    implementation="auto",
 ):
     """The recurrence of `recurrent_kda` over long sequences: in chunks, in parallel where it can be. Differentiable.
 
@@ -66,6 +69,8 @@ def chunk_kda(
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
       use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
       out_dtype: dtype of `out`; None is that of `v`.
+      implementation: "auto", "mosaic_gpu" or "xla". "auto" takes the kernels on a GPU of compute capability 9.0 where q,
+        k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to 256; else, and for derivatives, XLA.
 
     Returns:
       out: `[B, T, HV, V]`.
@@ -74,10 +79,11 @@ def chunk_kda(
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref. Memory is linear in
       T. A value that is not finite poisons its chunk of 64 tokens, those before it too. float32 operands are multiplied
-      in full float32; narrower ones with a GPU's default for float32 (TF32).
+      in full float32; narrower ones with a GPU's default for float32 (TF32), and in the kernels as bfloat16, with sums
+      and the state in float32.
 
     Raises:
-      ContractError, TypeError: as `packed_decode`.
+      ContractError, TypeError, NotImplementedError: as `packed_decode`.
 
     Source: the chunked form of the Kimi Linear paper; FLA's `chunk_kda`, with V before K in the state.
 
@@ -99,7 +105,7 @@ def chunk_kda(
         out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)
         return out, None if is_ref(initial_state) else jnp.asarray(arrays["initial_state"])
     *tensors, pool, slots, sources, cu_seqlens = arrays.values()
-    return kda_chunk_xla(
+    return kda_chunk(
         *tensors,
         pool,
         as_int32(slots),
@@ -109,11 +115,12 @@ def chunk_kda(
         scale=float(sizes.K**-0.5 if scale is None else scale),
         use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
         out_dtype=out_dtype,
+        implementation=dispatch.choose_prefill(implementation, sizes, [x.dtype for x in tensors[:3]], pool),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "out_dtype"))
-def kda_chunk_xla(
+@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "out_dtype", "implementation"))
+def kda_chunk(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
@@ -128,11 +135,11 @@ def kda_chunk_xla(
     scale,
     use_qk_l2norm,
     out_dtype,
+    implementation,
 ):
     """`kda_jax.chunk_kda` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
     assert_operands(CHUNK_KDA, sizes, q, k, v, log_decay, beta, pool, slots, sources, cu_seqlens)
-    (B, T, HV), S = beta.shape, sizes.S
-    precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
+    S = sizes.S
     state = pool[...] if is_ref(pool) else pool
     if is_ref(pool):
         others = (x for x in (sources, cu_seqlens) if x is not None)
@@ -142,11 +149,37 @@ def kda_chunk_xla(
     sources = jnp.where((sources >= 0) & (sources < S), sources, S)  # on the high side: a negative index would wrap
     start = state.at[sources].get(mode="fill", fill_value=0).astype(jnp.float32)
 
+    options = dict(sizes=sizes, scale=scale, use_qk_l2norm=use_qk_l2norm, out_dtype=out_dtype)
+    chunks_and_states = functools.partial(_chunks_and_states, **options)
+    if implementation == "mosaic_gpu":
+        from kda_jax import chunk_mosaic_gpu  # a second to load
+
+        kernels = functools.partial(chunk_mosaic_gpu.chunks_and_states, **options)
+        chunks_and_states = with_transforms_of(chunks_and_states, kernels)
+    out, after = chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens)
+    written = live
+    if cu_seqlens is not None:
+        bounds = jnp.clip(cu_seqlens, 0, sizes.T)
+        written = live & (bounds[1:] > bounds[:-1])
+    state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
+    if is_ref(pool):
+        pool[...] = state
+        return out, None
+    return out, state
+
+
+def _chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype):
+    """`(out [B, T, HV, V], after [N, HV, V, K])` in XLA.
+
+    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
+    """
+    B, T, HV = beta.shape
+    precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
     tensors = (q, k, v, log_decay, beta)
     if cu_seqlens is None:
         n = -(-T // CHUNK)
         q, k, v, log_decay, beta = (_rows_in_chunks(x, n, live) for x in tensors)
-        resets, written = None, live
+        resets = None
 
         def at_their_tokens(out):
             return jnp.moveaxis(out, 0, 1).reshape(B, n * CHUNK, HV, sizes.V)[:, :T]
@@ -155,7 +188,7 @@ def kda_chunk_xla(
         bounds = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
         take, inside, chunks, owner = _sequences_in_chunks(bounds, T, live)
         q, k, v, log_decay, beta = (_gathered_in_chunks(x, take, inside) for x in tensors)
-        resets, written = (chunks, owner), live & (bounds[1:] > bounds[:-1])
+        resets = chunks, owner
 
         def at_their_tokens(out):
             token_owner = owners(bounds, T)
@@ -169,12 +202,7 @@ def kda_chunk_xla(
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
     q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(scale), k))
     out, after = _chunks(q, k, v, log_decay, beta, start, resets, precision)
-    out = at_their_tokens(jnp.moveaxis(out.astype(out_dtype), 2, 3))  # from [n, lanes, CHUNK, HV, V]
-    state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
-    if is_ref(pool):
-        pool[...] = state
-        return out, None
-    return out, state
+    return at_their_tokens(jnp.moveaxis(out.astype(out_dtype), 2, 3)), after  # from [n, lanes, CHUNK, HV, V]
 
 
 def _rows_in_chunks(x, n, live):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from kda_contracts import PACKED_DECODE, ContractError, Sizes, check
+from kda_contracts import CHUNK_KDA, PACKED_DECODE, ContractError, Sizes, check
 from kda_jax.slots import is_ref
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
@@ -44,6 +44,23 @@ def choose(implementation, sizes, pool, op=PACKED_DECODE.name) -> str:
             if obstacle(name, sizes, pool) is None:
                 return name
     raise AssertionError("xla runs every call that meets the contract")
+
+
+def choose_prefill(implementation, sizes, dtypes, pool) -> str:
+    """The same for `chunk_kda`, whose kernels need the wgmma of compute capability 9.0; dtypes: of q, k and v."""
+    if implementation not in ("auto", "mosaic_gpu", "xla"):
+        raise ValueError(f"`implementation` must be 'auto', 'mosaic_gpu' or 'xla' (got {implementation!r})")
+    if implementation == "xla" or (implementation == "auto" and _host_obstacle("mosaic_gpu", exactly=True)):
+        return "xla"
+    from kda_jax import chunk_mosaic_gpu as kernel
+
+    reason = kernel.unsupported(sizes, dtypes) or _sharding_obstacle(pool)
+    if reason and implementation != "auto":
+        raise NotImplementedError(
+            f"{CHUNK_KDA.name}: implementation={implementation!r} cannot run this call: {reason}; "
+            "use implementation='xla' or 'auto'"
+        )
+    return "xla" if reason else "mosaic_gpu"
 
 
 def explain(
@@ -170,8 +187,8 @@ def _varies_over_mesh(aval):
     return bool(getattr(axes, "varying", None))
 
 
-def _host_obstacle(implementation):
-    """Why "auto" passes over an implementation on this host, or None."""
+def _host_obstacle(implementation, exactly=False):
+    """Why "auto" passes over an implementation on this host, or None; `exactly`: newer devices will not do."""
     if implementation == "xla":
         return None
     backend = jax.default_backend()
@@ -181,7 +198,8 @@ def _host_obstacle(implementation):
         str(getattr(jax.devices()[0], "compute_capability", "unknown")),
         LEAST_CAPABILITY[implementation],
     )
-    if not capability.replace(".", "", 1).isdigit() or float(capability) < least:
+    known = capability.replace(".", "", 1).isdigit()
+    if not known or float(capability) < least or (exactly and float(capability) != least):
         return f"the device's compute capability is {capability}, and this kernel needs {least}"
     return None
 

@@ -76,6 +76,21 @@ def _refuse_vmap(axis_size, mapped, ref, *operands):
     )
 
 
+def with_transforms_of(plain, kernel):
+    """`kernel` of arrays, with `plain`, which computes the same in XLA, for its derivatives and under vmap."""
+    batched = jax.custom_batching.custom_vmap(kernel)
+
+    @batched.def_vmap
+    def rule(axis_size, mapped, *operands):
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped)
+        results = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    differentiable = jax.custom_jvp(lambda *operands: batched(*operands))
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return differentiable
+
+
 def loop_over_mapped(function):
     """`function` of arrays; under vmap a loop over its elements, each with a copy of what is not mapped."""
     looped = jax.custom_batching.custom_vmap(function)

@@ -1,0 +1,361 @@
+"""Chunked prefill as two Pallas Mosaic GPU kernels for NVIDIA GPUs of compute capability 9.0 (Hopper's wgmma).
+
+The first takes a chunk of 64 tokens of one head for each warpgroup and makes what needs no state: w, u, the scores,
+q exp(G), k exp(G_last - G) and exp(G_last) of `chunk.py`. The second takes TILE value columns of one head of one
+sequence, and walks its chunks with the state in registers, transposed (`[K, TILE]`):
+
+    new = u - w S^T        out = (q exp(G)) S^T + scores new        S^T <- exp(G_last) S^T + k'^T new
+
+All products run on the tensor cores, from bfloat16 to float32. Every pair of tokens i > j of a chunk is split by the
+one level `half` = 32, 16, .. 1 at which i lies in the second half of an aligned block of 2 `half` tokens and j in the
+first. There exp(G_i - G_j) is the product of two factors, one of i and one of j, and each is the exponential of a sum of
+log decays from the middle of the block: a product of a matrix of zeros and ones. So no exponent is above 0, no sum is
+subtracted from another, and no decay overflows. The same levels invert the triangular system, block by block.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from kda_contracts import Sizes
+from kda_jax import gates
+from kda_jax.sequences import owners
+from kda_jax.transforms import unfused
+
+CHUNK = 64
+LEVELS = (32, 16, 8, 4, 2, 1)
+TILE = 32
+STAGES = 3  # chunks in shared memory in the second kernel, the present one included
+ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
+LEAST_DECAY = -185.0  # a log2 of the decay below this is 0 in float32 all the same, and 64 of them fit float16
+LOG2_E = 1.4426950408889634
+LAYOUT = plgpu.Layout.WGMMA
+NARROW = jnp.bfloat16
+
+
+def unsupported(sizes: Sizes, dtypes) -> str | None:
+    """Why these kernels cannot run these sizes and dtypes of q, k and v, or None."""
+    for letter, size in vars(sizes).items():
+        if not isinstance(size, int | None):
+            return f"{letter} is symbolic, and a kernel's grid needs a number"
+    if any(jnp.dtype(dtype) != NARROW for dtype in dtypes):
+        return f"q, k and v are {', '.join(str(jnp.dtype(x)) for x in dtypes)}, and its products are of bfloat16"
+    if sizes.K not in (64, 128):
+        return f"K={sizes.K} is not 64 or 128"
+    if sizes.V % 64 or sizes.V > 256:
+        return f"V={sizes.V} is not a multiple of 64 up to 256"
+    return None
+
+
+def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype):
+    """`(out [B, T, HV, V], after [N, HV, V, K])` of operands as `chunk_kda` takes them.
+
+    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
+    """
+    T = sizes.T
+    whole = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
+    if whole != T:
+        q, k, v, log_decay, beta = (
+            jnp.pad(x, [(0, 0), (0, whole - T), *[(0, 0)] * (x.ndim - 2)]) for x in (q, k, v, log_decay, beta)
+        )
+    chunks, begin, low, high, shown = _plan(cu_seqlens, live, sizes)
+    log2_decay = jnp.maximum(log_decay.astype(jnp.float32) * LOG2_E, LEAST_DECAY).astype(jnp.float16)
+    token = begin[..., None] + jnp.arange(CHUNK, dtype=jnp.int32)[None, None]  # [n, lanes, CHUNK]
+    inside = (token >= (begin + low)[..., None]) & (token < (begin + shown)[..., None])
+    lane = jnp.arange(begin.shape[1], dtype=jnp.int32)[None, :, None]
+    beta = jnp.where(inside[..., None], beta.at[lane, token].get(mode="clip").astype(jnp.float32), 0)
+    beta = jnp.swapaxes(beta, 2, 3)  # [n, lanes, HV, CHUNK]
+    made = _make_chunks(
+        *unfused((q, k, v, log2_decay, beta, begin, low, shown)), sizes=sizes, scale=scale, normalize=use_qk_l2norm
+    )
+    start = jnp.swapaxes(start, 2, 3)
+    if cu_seqlens is not None:  # the tokens before the first sequence and behind the last are sequences too
+        start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
+    out, after = _walk_chunks(
+        *made, *unfused((start, chunks, begin, low, high)), whole=whole, sizes=sizes, out_dtype=out_dtype
+    )
+    out, after = unfused((out, after))
+    if cu_seqlens is not None:
+        after = after[1:-1]
+    return out[:, :T], jnp.swapaxes(after, 2, 3)
+
+
+def _plan(cu_seqlens, live, sizes):
+    """Which tokens the chunks hold: `(chunks, begin, low, high, shown)`, all int32.
+
+    Returns:
+      chunks: `[sequences + 1]`, the first chunk of each sequence. Dense: each has its own lane, and all begin at 0.
+      begin: `[n, lanes]`, the token at which a chunk begins, a multiple of ALIGNED. Its rows low to high - 1 are tokens
+        of its sequence, and low to shown - 1 where the sequence is live.
+    """
+    T, i32 = sizes.T, jnp.int32
+    if cu_seqlens is None:
+        n = -(-T // CHUNK)
+        begin = jnp.arange(n, dtype=i32)[:, None] * CHUNK + jnp.zeros((1, sizes.B), i32)
+        high = jnp.minimum(T - begin, CHUNK)
+        return jnp.array([0, n], i32), begin, jnp.zeros_like(begin), high, jnp.where(live[None], high, 0)
+    bounds = lax.cummax(jnp.clip(cu_seqlens, 0, T))  # chunks are counted: whatever it holds, there is room for them
+    bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
+    live = jnp.pad(live, 1)
+    sequences = live.shape[0]
+    n = (T + (CHUNK + ALIGNED - 2) * sequences) // CHUNK
+    starts, ends = bounds[:-1], bounds[1:]
+    aligned = starts // ALIGNED * ALIGNED
+    counts = jnp.where(ends > starts, (ends - aligned + CHUNK - 1) // CHUNK, 0)
+    chunks = jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(counts, dtype=i32)])
+    owner = jnp.minimum(owners(chunks, n), sequences - 1)
+    begin = aligned[owner] + (jnp.arange(n, dtype=i32) - chunks[owner]) * CHUNK
+    low = jnp.clip(starts[owner] - begin, 0, CHUNK)
+    high = jnp.clip(ends[owner] - begin, 0, CHUNK)
+    begin = jnp.minimum(begin, T // ALIGNED * ALIGNED)  # of a chunk behind the last: it is computed, and not used
+    return chunks, *(x[:, None] for x in (begin, low, high, jnp.where(live[owner], high, 0)))
+
+
+def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, normalize):
+    """`(w, u, scores, q', k', last)` of every chunk, `[n, lanes, HV, CHUNK, ...]`, the last `[n, lanes, HV, K]`."""
+    n, lanes = begin.shape
+    HV, K, V = sizes.HV, sizes.K, sizes.V
+    operands = dict(q=q, k=k, v=v, decay=log2_decay, beta=beta, begin=begin, low=low, shown=shown)
+    widths = dict(w_out=K, u_out=V, scores_out=CHUNK, q_out=K, k_out=K)
+    results = {name: jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, width), NARROW) for name, width in widths.items()}
+    results["last_out"] = jax.ShapeDtypeStruct((n, lanes, HV, K), jnp.float32)
+    scratch = dict(
+        q_s=_shared(CHUNK, K),
+        k_s=_shared(CHUNK, K),
+        v_s=_shared(CHUNK, V),
+        decay_s=_shared(CHUNK, K, dtype=jnp.float16),
+        keys_s=_shared(CHUNK, K),
+        square_s=_shared(CHUNK, CHUNK),
+        loaded=plgpu.Barrier(num_arrivals=4),
+    )
+
+    def body(**refs):
+        _make_body(refs, sizes=sizes, scale=scale, normalize=normalize)
+
+    return _launch(body, operands, results, scratch, blocks=n * lanes * HV, name="kda_prefill_chunks")
+
+
+def _make_body(refs, *, sizes, scale, normalize):
+    K, V, HV = sizes.K, sizes.V, sizes.HV
+    f32 = jnp.float32
+    q_s, k_s, v_s, decay_s, keys_s, square_s = (
+        refs[name] for name in ("q_s", "k_s", "v_s", "decay_s", "keys_s", "square_s")
+    )
+    block = lax.axis_index("block")  # heads fastest: they lie side by side in memory
+    chunk_and_lane, head = _divide(block, HV)
+    chunk, lane = _divide(chunk_and_lane, refs["begin"].shape[1])
+    group, _ = _divide(head, HV // sizes.H)
+    begin = pl.multiple_of(refs["begin"][chunk, lane], ALIGNED)
+    low, shown = refs["low"][chunk, lane], refs["shown"][chunk, lane]
+    for name, at in (("q", group), ("k", group), ("v", head), ("decay", head)):
+        plgpu.copy_gmem_to_smem(refs[name].at[lane, pl.ds(begin, CHUNK), at], refs[name + "_s"], refs["loaded"])
+    plgpu.barrier_wait(refs["loaded"])
+
+    @pl.when((low > 0) | (shown < CHUNK))
+    def _():  # the rows of no token hold what the memory held
+        for ref in (q_s, k_s, v_s, decay_s):
+            at = _iota(0, ref.shape[1])
+            ref[...] = jnp.where((at >= low) & (at < shown), _load(ref), jnp.zeros((), ref.dtype))
+        plgpu.commit_smem()
+
+    def along(x, width, axis):
+        return lax.broadcast_in_dim(x, (CHUNK, width), (axis,))
+
+    def scaled(ref, factor):
+        x = _load(ref).astype(f32)
+        if normalize:
+            x = x * along(gates.inverse_norm((x * x).sum(1)), K, 0)
+        x = (x * factor).astype(NARROW)
+        ref[...] = x
+        return x.astype(f32)
+
+    def decay(tokens):
+        """exp of the sum, for each row, of the log decays of those tokens: `[CHUNK, K]`."""
+        which = jnp.where(tokens, f32(1), f32(0)).astype(jnp.float16)
+        return jnp.exp2(_product(which, decay_s))
+
+    row, col = _iota(0, CHUNK), _iota(1, CHUNK)
+    same = (scaled(q_s, scale) * scaled(k_s, 1.0)).sum(1)
+    scores = jnp.where(row == col, along(same, CHUNK, 0), 0.0)
+    system = _zeros(CHUNK)
+    pairs = {}
+    for half in LEVELS:
+        in_block = ~(2 * half - 1)
+        middle, second = (row & in_block) + half, (row & half) != 0
+        apart = decay(jnp.where(second, (col >= middle) & (col <= row), (col > row) & (col < middle)))
+        k = (_load(k_s).astype(f32) * apart).astype(NARROW)
+        keys_s[...] = k
+        plgpu.commit_smem()
+        q = (_load(q_s).astype(f32) * apart).astype(NARROW)
+        pairs[half] = second & ((col & half) == 0) & ((row & in_block) == (col & in_block))
+        scores = jnp.where(pairs[half], _product(q, keys_s.transpose((1, 0))), scores)
+        system = jnp.where(pairs[half], _product(k, keys_s.transpose((1, 0))), system)
+
+    beta = refs["beta"].at[chunk, lane, head]
+    system = system * -along(_load(beta, LAYOUT.reduce(1)), CHUNK, 0)
+    inverse = jnp.where(row == col, 1.0, jnp.where(pairs[1], system, 0.0))
+    for half in reversed(LEVELS[:-1]):
+        square_s[...] = inverse.astype(NARROW)
+        plgpu.commit_smem()
+        corner = _product(jnp.where(pairs[half], system, 0.0).astype(NARROW), square_s)
+        square_s[...] = corner.astype(NARROW)
+        plgpu.commit_smem()
+        inverse = _product(inverse.astype(NARROW), square_s, onto=inverse)
+    inverse = (inverse * along(_load(beta, LAYOUT.reduce(0)), CHUNK, 1)).astype(NARROW)
+
+    since = decay(col <= row)
+    keys_s[...] = (_load(k_s).astype(f32) * since).astype(NARROW)
+    q_s[...] = (_load(q_s).astype(f32) * since).astype(NARROW)
+    k_s[...] = (_load(k_s).astype(f32) * decay(col > row)).astype(NARROW)
+    _store(refs["last_out"].at[chunk, lane, head], jnp.where(_iota(0, K) == CHUNK - 1, since, 0.0).sum(0))
+    plgpu.commit_smem()
+    w, u = _product(inverse, keys_s), _product(inverse, v_s)
+    keys_s[...], v_s[...], square_s[...] = (x.astype(NARROW) for x in (w, u, scores))
+    plgpu.commit_smem()
+    for name, ref in dict(w=keys_s, u=v_s, scores=square_s, q=q_s, k=k_s).items():
+        plgpu.copy_smem_to_gmem(ref, refs[name + "_out"].at[chunk, lane, head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, whole, sizes, out_dtype):
+    """`(out [B, whole, HV, V], after [sequences, HV, K, V])`."""
+    HV, K, V = sizes.HV, sizes.K, sizes.V
+    sequences = start.shape[0]
+    operands = dict(w=w, u=u, scores=scores, q=q, k=k, last=last)
+    operands |= dict(start=start, chunks=chunks, begin=begin, low=low, high=high)
+    results = dict(
+        out=jax.ShapeDtypeStruct((sizes.B, whole, HV, V), out_dtype),
+        after=jax.ShapeDtypeStruct((sequences, HV, K, V), jnp.float32),
+    )
+    scratch = dict(
+        w_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
+        q_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
+        k_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
+        u_s=plgpu.SMEM((STAGES, CHUNK, TILE), NARROW),
+        scores_s=plgpu.SMEM((STAGES, CHUNK, CHUNK), NARROW),
+        last_s=plgpu.SMEM((STAGES, K), jnp.float32),
+        state_s=plgpu.SMEM((K, TILE), NARROW),
+        new_s=plgpu.SMEM((CHUNK, TILE), NARROW),
+        out_s=plgpu.SMEM((CHUNK, TILE), out_dtype, transforms=()),
+        loaded=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
+    )
+
+    def body(**refs):
+        _walk_body(refs, HV=HV, tiles=V // TILE)
+
+    return _launch(body, operands, results, scratch, blocks=sequences * HV * (V // TILE), name="kda_prefill_states")
+
+
+def _walk_body(refs, *, HV, tiles):
+    out, loaded, state_s, new_s, out_s = (refs[name] for name in ("out", "loaded", "state_s", "new_s", "out_s"))
+    block = lax.axis_index("block")  # tiles fastest: they share w, q, k and the scores
+    sequence_and_head, tile = _divide(block, tiles)
+    sequence, head = _divide(sequence_and_head, HV)
+    columns = pl.ds(tile * TILE, TILE)
+    dense = refs["begin"].shape[1] > 1 or refs["chunks"].shape[0] == 2
+    at, lane = (0, sequence) if dense else (sequence, 0)
+    first = refs["chunks"][at]
+    steps = refs["chunks"][at + 1] - first
+
+    def fetch(step):
+        stage = lax.rem(step, jnp.int32(STAGES))
+        for name in ("w", "q", "k", "u", "scores", "last"):
+            source = refs[name].at[first + step, lane, head]
+            source = source.at[:, columns] if name == "u" else source
+            plgpu.copy_gmem_to_smem(source, refs[name + "_s"].at[stage], loaded.at[stage])
+
+    for step in range(STAGES - 1):
+        pl.when(step < steps)(lambda step=step: fetch(jnp.int32(step)))
+
+    def show(chunk):
+        begin = refs["begin"][chunk, lane]
+        low, high = refs["low"][chunk, lane], refs["high"][chunk, lane]
+        whole = (low == 0) & (high == CHUNK)
+
+        @pl.when(whole)
+        def _():
+            plgpu.copy_smem_to_gmem(out_s, out.at[lane, pl.ds(begin, CHUNK), head, columns])
+
+        @pl.when(jnp.logical_not(whole))
+        def _():  # the other rows are tokens of other sequences
+            def one(token, _):
+                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(token, 1)], out.at[lane, pl.ds(begin + token, 1), head, columns])
+
+            lax.fori_loop(low, high, one, None)
+
+    def advance(step, state):
+        stage = lax.rem(step, jnp.int32(STAGES))
+        w_s, u_s, scores_s, q_s, k_s, last_s = (
+            refs[name + "_s"].at[stage] for name in ("w", "u", "scores", "q", "k", "last")
+        )
+        plgpu.barrier_wait(loaded.at[stage])
+        state_s[...] = state.astype(NARROW)
+        plgpu.commit_smem()  # and no warp reads the chunk before this one any more
+        ahead = step + (STAGES - 1)
+        pl.when(ahead < steps)(lambda: fetch(ahead))
+        new_s[...] = (_load(u_s).astype(jnp.float32) - _product(w_s, state_s)).astype(NARROW)
+        plgpu.commit_smem()
+        shown = _product(scores_s, new_s, onto=_product(q_s, state_s))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_s[...] = shown.astype(out.dtype)
+        plgpu.commit_smem()
+        show(first + step)
+        kept = state * lax.broadcast_in_dim(_load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
+        return _product(k_s.transpose((1, 0)), new_s, onto=kept)
+
+    state = lax.fori_loop(0, steps, advance, _load(refs["start"].at[sequence, head, :, columns]))
+    _store(refs["after"].at[sequence, head, :, columns], state)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _launch(body, operands, results, scratch, *, blocks, name):
+    names = (*operands, *results, *scratch)
+    return plgpu.kernel(
+        lambda *refs: body(**dict(zip(names, refs, strict=True))),
+        out_type=list(results.values()),
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=list(scratch.values()),
+        kernel_name=name,  # what profilers show
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*operands.values())
+
+
+def _shared(*shape, dtype=NARROW):
+    """Shared memory as wgmma reads it; without the transforms named, layout inference searches for minutes."""
+    swizzle = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def _product(a, b, onto=None):
+    """a @ b in float32, added `onto` an array: a from registers or shared memory, b from shared memory."""
+    onto = _zeros(b.shape[1], rows=a.shape[0]) if onto is None else onto
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(onto))
+
+
+def _zeros(width, rows=CHUNK):
+    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), LAYOUT)
+
+
+def _iota(axis, width):
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=LAYOUT)
+
+
+def _load(ref, layout=LAYOUT):
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _store(ref, value):
+    """Registers to global memory. JAX 0.12 refuses plain stores of these layouts; 0.11 has no others."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def _divide(x, n):
+    """(x // n, x % n) of a natural int32, in int32 under 64-bit mode too."""
+    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))

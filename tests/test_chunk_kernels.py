@@ -1,0 +1,220 @@
+"""The kernels of chunked prefill against the float64 oracle, on a GPU; and, without one, that they lower for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chunks import S, operands, wanted
+from support import assert_near, assert_same_bits, lowered_text
+
+import kda_jax
+from kda_contracts import Sizes
+from kda_jax import chunk_mosaic_gpu
+
+LIMIT = 8e-3  # relative: bfloat16 products
+SIZES = [dict(H=2, HV=4, K=128, V=128), dict(H=3, HV=3, K=64, V=64), dict(H=1, HV=2, K=128, V=192)]
+
+
+def narrow(*args, **options):
+    return operands(*args, **{"dtype": "bfloat16"} | options)
+
+
+def run(x, cu_seqlens=None, **options):
+    bounds = {} if cu_seqlens is None else {"cu_seqlens": jnp.asarray(cu_seqlens, jnp.int32)}
+    options = {"out_dtype": "float32", "implementation": "mosaic_gpu"} | options
+    step = jax.jit(lambda x, bounds: kda_jax.chunk_kda(**x, **bounds, **options))
+    return step({name: jnp.asarray(y) for name, y in x.items()}, bounds)
+
+
+def check(x, cu_seqlens=None, limit=LIMIT, **options):
+    out, state = run(x, cu_seqlens, **options)
+    expected_out, expected = wanted(x, cu_seqlens)
+    assert_near(out, expected_out, limit)
+    assert_near(state, expected, limit)
+    return out, state
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("decay", [1e-3, 0.3, 5.0])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
+def test_dense_rows_at_the_edges_of_chunks(T, decay, sizes):
+    check(narrow(3, T, decay=decay, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sequences_end_to_end_with_empty_ones(sizes):
+    lengths = (0, 65, 1, 0, 64, 203)
+    bounds = np.cumsum((0, *lengths))
+    x = narrow(1, bounds[-1], N=6, decay=0.3, **sizes)
+    x["slots"][2] = -1
+    for name in ("q", "v", "beta", "log_decay"):
+        x[name][:, bounds[2] : bounds[3]] = np.nan  # a padded sequence may hold anything
+    out, state = check(x, cu_seqlens=bounds)
+    assert not np.asarray(out)[0, bounds[2] : bounds[3]].any()
+    for n in (0, 3):
+        assert_same_bits(np.asarray(state)[x["slots"][n]], x["initial_state"][x["slots"][n]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [130, 137])
+def test_tokens_of_no_sequence_are_zeros(T):
+    x = narrow(1, T, N=2, decay=0.3, **SIZES[0])
+    for name in ("q", "k", "v"):
+        x[name][:, :13] = x[name][:, 90:] = np.nan
+    out, state = run(x, (13, 40, 90))
+    inner = {name: y[:, 13:90] if y.ndim > 2 and len(y) == 1 else y for name, y in x.items()}
+    expected_out, expected = wanted(inner, (0, 27, 77))
+    assert_near(out[:, 13:90], expected_out, LIMIT)
+    assert_near(state, expected, LIMIT)
+    assert not np.asarray(out)[:, :13].any()
+    assert not np.asarray(out)[:, 90:].any()
+
+
+@pytest.mark.gpu
+def test_padded_rows_and_other_slots_stay():
+    x = narrow(3, 70, **SIZES[0])
+    x["slots"][1] = S
+    x["v"][1] = np.nan
+    free = np.setdiff1d(np.arange(S), x["slots"])
+    x["initial_state"][free] = 7.0
+    out, state = check(x)
+    assert not np.asarray(out)[1].any()
+    assert_same_bits(np.asarray(state)[free], x["initial_state"][free])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["strong", "strong then weak", "every third", "none at all", "-inf", "-3e38"])
+def test_strong_decays_neither_overflow_nor_lose_the_answer(pattern):
+    x = narrow(2, 130, decay=1e-3, **SIZES[0])
+    g, T = x["log_decay"], np.arange(130)
+    if pattern == "strong":
+        g[:] = -50.0
+    elif pattern == "strong then weak":
+        g[:, :32] = -50.0
+        g[:, 70:100] = -900.0
+    elif pattern == "every third":
+        g[:, T % 3 == 0] = -50.0
+    elif pattern == "none at all":
+        g[:] = 0.0
+    else:
+        g[:, T % 20 == 7, :, ::2] = float(pattern)
+    check(x)
+
+
+@pytest.mark.gpu
+def test_equal_keys_do_not_blow_the_triangle_up():
+    x = narrow(1, 128, decay=0.0, **SIZES[0])
+    x["k"][:] = x["k"][:, :1]
+    x["beta"][:] = 1.0
+    check(x)
+
+
+@pytest.mark.gpu
+def test_sources_l2norm_scale_and_dtypes():
+    x = narrow(3, 100, decay=0.3, **SIZES[0])
+    x["k"] *= 3
+    sources = np.array([x["slots"][0], -1, np.setdiff1d(np.arange(S), x["slots"])[0]], np.int32)
+    options = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
+    out, state = run(x, source_indices=jnp.asarray(sources), out_dtype=None, **options)
+    assert out.dtype == jnp.bfloat16
+    expected_out, expected = wanted(x, sources=sources, l2norm=True, scale=0.3)
+    assert_near(out, expected_out, LIMIT)
+    assert_near(state, expected, LIMIT)
+
+
+@pytest.mark.gpu
+def test_derivatives_and_vmap_are_those_of_xla():
+    x = {name: jnp.asarray(y) for name, y in narrow(2, 70, decay=0.3, **SIZES[0]).items()}
+    weights = jax.random.normal(jax.random.key(0), x["v"].shape)
+    slots = x.pop("slots")
+
+    def loss(x, implementation):
+        out, state = kda_jax.chunk_kda(**x, slots=slots, out_dtype="float32", implementation=implementation)
+        return (out * weights).sum() + (state**2).sum()
+
+    got, expected = (jax.jit(jax.grad(lambda x, name=name: loss(x, name)))(x) for name in ("auto", "xla"))
+    for name in x:
+        assert_near(got[name], expected[name], 1e-2)
+    several = {name: jnp.stack([y, 0.5 * y]) for name, y in x.items()}
+    outs = jax.jit(jax.vmap(lambda x: kda_jax.chunk_kda(**x, slots=slots, out_dtype="float32")[0]))(several)
+    for n in range(2):
+        alone, _ = run({name: y[n] for name, y in several.items()} | dict(slots=slots))
+        assert_near(outs[n], alone, LIMIT)
+
+
+@pytest.mark.gpu
+def test_a_ref_and_a_donated_pool():
+    x = {name: jnp.asarray(y) for name, y in narrow(2, 70, **SIZES[0]).items()}
+    out, state = kda_jax.chunk_kda(**x)
+    ref = jax.new_ref(x["initial_state"].copy())
+    ref_out, none = jax.jit(lambda r, x: kda_jax.chunk_kda(**x | dict(initial_state=r)))(ref, x)
+    assert none is None
+    assert_same_bits(ref_out, out)
+    assert_same_bits(ref[...], state)
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernels_where_they_run():
+    x = {name: jnp.asarray(y) for name, y in narrow(2, 70, **SIZES[0]).items()}
+
+    def compiled(**changes):
+        return jax.jit(lambda x: kda_jax.chunk_kda(**x)).lower(x | changes).compile().as_text()
+
+    assert "kda_prefill_states" in compiled()
+    assert "kda_prefill" not in compiled(q=x["q"].astype(jnp.float32))
+
+
+def shapes(T, N=None, **sizes):
+    x = narrow(2 if N is None else 1, T, N=N, **sizes)
+    bounds = {} if N is None else {"cu_seqlens": np.zeros(N + 1, np.int32)}
+    return {name: jax.ShapeDtypeStruct(y.shape, y.dtype) for name, y in (x | bounds).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("N", [None, 3])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_they_lower_for_cuda(sizes, N):
+    text = lowered_text(lambda x: kda_jax.chunk_kda(**x, implementation="mosaic_gpu"), shapes(100, N, **sizes))
+    assert text.count("kda_prefill_chunks") >= 1
+    assert text.count("kda_prefill_states") >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (dict(K=96), "K=96 is not 64 or 128"),
+        (dict(V=32), "V=32 is not a multiple of 64 up to 256"),
+        (dict(dtype="float32"), "q, k and v are float32, float32, float32"),
+    ],
+)
+def test_what_they_do_not_take(changes, why):
+    x = narrow(2, 5, **SIZES[0] | changes)
+    with pytest.raises(NotImplementedError, match=why):
+        kda_jax.chunk_kda(**x, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="must be 'auto', 'mosaic_gpu' or 'xla'"):
+        kda_jax.chunk_kda(**x, implementation="triton")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_has_one_place_in_the_chunks(seed):
+    rng = np.random.default_rng(seed)
+    T, N = int(rng.integers(1, 400)), int(rng.integers(1, 9))
+    bounds = np.sort(rng.integers(0, T + 1, N + 1)).astype(np.int32)
+    live = rng.random(N) < 0.7
+    chunks, begin, low, high, shown = map(
+        np.asarray,
+        chunk_mosaic_gpu._plan(
+            jnp.asarray(bounds), jnp.asarray(live), Sizes(B=1, T=T, H=1, HV=1, K=64, V=64, S=1, N=N)
+        ),
+    )
+    owner = np.full(T, -1)
+    for n in range(N + 2):
+        for chunk in range(chunks[n], chunks[n + 1]):
+            at = begin[chunk, 0] + np.arange(low[chunk, 0], high[chunk, 0])
+            assert begin[chunk, 0] % chunk_mosaic_gpu.ALIGNED == 0
+            assert (owner[at] == -1).all()
+            owner[at] = n
+            assert shown[chunk, 0] == (high[chunk, 0] if 0 < n <= N and live[n - 1] else 0)
+    assert (owner == np.searchsorted(bounds, np.arange(T), side="right")).all()
