@@ -25,8 +25,9 @@ from kda_jax.sequences import owners
 from kda_jax.transforms import unfused
 
 CHUNK = 64
-LEVELS = (32, 16, 8, 4, 2, 1)
+LEVELS = 6
 TILE = 32
+ROW_BYTES = 128  # where a copy from shared memory may begin
 STAGES = 3  # chunks in shared memory in the second kernel, the present one included
 ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
 LEAST_DECAY = -185.0  # a log2 of the decay below this is 0 in float32 all the same, and 64 of them fit float16
@@ -127,6 +128,7 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, 
         v_s=_shared(CHUNK, V),
         decay_s=_shared(CHUNK, K, dtype=jnp.float16),
         keys_s=_shared(CHUNK, K),
+        queries_s=_shared(CHUNK, K),
         square_s=_shared(CHUNK, CHUNK),
         loaded=plgpu.Barrier(num_arrivals=4),
     )
@@ -140,8 +142,8 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, 
 def _make_body(refs, *, sizes, scale, normalize):
     K, V, HV = sizes.K, sizes.V, sizes.HV
     f32 = jnp.float32
-    q_s, k_s, v_s, decay_s, keys_s, square_s = (
-        refs[name] for name in ("q_s", "k_s", "v_s", "decay_s", "keys_s", "square_s")
+    q_s, k_s, v_s, decay_s, keys_s, queries_s, square_s = (
+        refs[name + "_s"] for name in ("q", "k", "v", "decay", "keys", "queries", "square")
     )
     block = lax.axis_index("block")  # heads fastest: they lie side by side in memory
     chunk_and_lane, head = _divide(block, HV)
@@ -167,51 +169,61 @@ def _make_body(refs, *, sizes, scale, normalize):
         x = _load(ref).astype(f32)
         if normalize:
             x = x * along(gates.inverse_norm((x * x).sum(1)), K, 0)
-        x = (x * factor).astype(NARROW)
-        ref[...] = x
-        return x.astype(f32)
+        x = x * factor
+        ref[...] = x.astype(NARROW)
+        return x
 
-    def decay(tokens):
-        """exp of the sum, for each row, of the log decays of those tokens: `[CHUNK, K]`."""
-        which = jnp.where(tokens, f32(1), f32(0)).astype(jnp.float16)
-        return jnp.exp2(_product(which, decay_s))
-
+    rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LAYOUT.reduce(1))
     row, col = _iota(0, CHUNK), _iota(1, CHUNK)
+
+    def sums(first, last):
+        """The product that gives, for each row, the sum of the log decays of the tokens first to last: `[CHUNK, K]`."""
+        which = (col >= along(first, CHUNK, 0)) & (col <= along(last, CHUNK, 0))
+        return jnp.where(which, jnp.float16(1), jnp.float16(0)), decay_s, _zeros(K)
+
     same = (scaled(q_s, scale) * scaled(k_s, 1.0)).sum(1)
     scores = jnp.where(row == col, along(same, CHUNK, 0), 0.0)
-    system = _zeros(CHUNK)
-    pairs = {}
-    for half in LEVELS:
-        in_block = ~(2 * half - 1)
-        middle, second = (row & in_block) + half, (row & half) != 0
-        apart = decay(jnp.where(second, (col >= middle) & (col <= row), (col > row) & (col < middle)))
-        k = (_load(k_s).astype(f32) * apart).astype(NARROW)
-        keys_s[...] = k
-        plgpu.commit_smem()
-        q = (_load(q_s).astype(f32) * apart).astype(NARROW)
-        pairs[half] = second & ((col & half) == 0) & ((row & in_block) == (col & in_block))
-        scores = jnp.where(pairs[half], _product(q, keys_s.transpose((1, 0))), scores)
-        system = jnp.where(pairs[half], _product(k, keys_s.transpose((1, 0))), system)
-
+    inverse = jnp.where(row == col, 1.0, _zeros(CHUNK))
     beta = refs["beta"].at[chunk, lane, head]
-    system = system * -along(_load(beta, LAYOUT.reduce(1)), CHUNK, 0)
-    inverse = jnp.where(row == col, 1.0, jnp.where(pairs[1], system, 0.0))
-    for half in reversed(LEVELS[:-1]):
+    beta_of_rows = -_load(beta, LAYOUT.reduce(1))
+    corner_s = queries_s.at[:, pl.ds(0, CHUNK)]  # free once its product is done
+
+    def level(number, carry):  # a loop: unrolled, most of the time went into fetching instructions
+        scores, inverse = carry
+        half = lax.shift_left(jnp.int32(1), number)
+        middle = (rows & -(2 * half)) + half
+        (apart,) = _products(sums(jnp.minimum(middle, rows + 1), jnp.maximum(middle - 1, rows)))
+        apart = jnp.exp2(apart)
+        queries_s[...] = (_load(q_s).astype(f32) * apart).astype(NARROW)
+        keys_s[...] = (_load(k_s).astype(f32) * apart).astype(NARROW)
         square_s[...] = inverse.astype(NARROW)
         plgpu.commit_smem()
-        corner = _product(jnp.where(pairs[half], system, 0.0).astype(NARROW), square_s)
-        square_s[...] = corner.astype(NARROW)
+        transposed = keys_s.transpose((1, 0))
+        k_k, q_k = _products((keys_s, transposed, _zeros(CHUNK)), (queries_s, transposed, _zeros(CHUNK)))
+        pairs = ((row ^ col) >= half) & ((row ^ col) < 2 * half) & (row > col)
+        scores = jnp.where(pairs, q_k, scores)
+        below = jnp.where(pairs, k_k * along(beta_of_rows, CHUNK, 0), 0.0)
+        (corner,) = _products((below.astype(NARROW), square_s, _zeros(CHUNK)))
+        plgpu.commit_smem()  # all warps have read what the next lines overwrite
+        corner_s[...] = corner.astype(NARROW)
         plgpu.commit_smem()
-        inverse = _product(inverse.astype(NARROW), square_s, onto=inverse)
+        (inverse,) = _products((inverse.astype(NARROW), corner_s, inverse))
+        return scores, inverse
+
+    plgpu.commit_smem()
+    scores, inverse = lax.fori_loop(0, LEVELS, level, (scores, inverse))
     inverse = (inverse * along(_load(beta, LAYOUT.reduce(0)), CHUNK, 1)).astype(NARROW)
 
-    since = decay(col <= row)
+    (since,) = _products(sums(jnp.zeros_like(rows), rows))
+    since = jnp.exp2(since)
     keys_s[...] = (_load(k_s).astype(f32) * since).astype(NARROW)
     q_s[...] = (_load(q_s).astype(f32) * since).astype(NARROW)
-    k_s[...] = (_load(k_s).astype(f32) * decay(col > row)).astype(NARROW)
     _store(refs["last_out"].at[chunk, lane, head], jnp.where(_iota(0, K) == CHUNK - 1, since, 0.0).sum(0))
+    (until,) = _products(sums(rows + 1, jnp.full_like(rows, CHUNK - 1)))
+    k_s[...] = (_load(k_s).astype(f32) * jnp.exp2(until)).astype(NARROW)
     plgpu.commit_smem()
-    w, u = _product(inverse, keys_s), _product(inverse, v_s)
+    w, u = _products((inverse, keys_s, _zeros(K)), (inverse, v_s, _zeros(V)))
+    plgpu.commit_smem()
     keys_s[...], v_s[...], square_s[...] = (x.astype(NARROW) for x in (w, u, scores))
     plgpu.commit_smem()
     for name, ref in dict(w=keys_s, u=v_s, scores=square_s, q=q_s, k=k_s).items():
@@ -239,17 +251,18 @@ def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, w
         state_s=plgpu.SMEM((K, TILE), NARROW),
         new_s=plgpu.SMEM((CHUNK, TILE), NARROW),
         out_s=plgpu.SMEM((CHUNK, TILE), out_dtype, transforms=()),
+        rows_s=plgpu.SMEM((CHUNK, ROW_BYTES // jnp.dtype(out_dtype).itemsize), out_dtype, transforms=()),
         loaded=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
+        used=plgpu.Barrier(num_barriers=STAGES),
     )
 
     def body(**refs):
         _walk_body(refs, HV=HV, tiles=V // TILE)
 
-    return _launch(body, operands, results, scratch, blocks=sequences * HV * (V // TILE), name="kda_prefill_states")
+    return _launch(body, operands, results, scratch, blocks=sequences * HV * (V // TILE), name="kda_prefill_states", warpgroups=2)
 
 
 def _walk_body(refs, *, HV, tiles):
-    out, loaded, state_s, new_s, out_s = (refs[name] for name in ("out", "loaded", "state_s", "new_s", "out_s"))
     block = lax.axis_index("block")  # tiles fastest: they share w, q, k and the scores
     sequence_and_head, tile = _divide(block, tiles)
     sequence, head = _divide(sequence_and_head, HV)
@@ -258,68 +271,79 @@ def _walk_body(refs, *, HV, tiles):
     at, lane = (0, sequence) if dense else (sequence, 0)
     first = refs["chunks"][at]
     steps = refs["chunks"][at + 1] - first
+    loaded, used = refs["loaded"], refs["used"]
 
-    def fetch(step):
+    def fetch(step, _):
         stage = lax.rem(step, jnp.int32(STAGES))
+        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
         for name in ("w", "q", "k", "u", "scores", "last"):
             source = refs[name].at[first + step, lane, head]
             source = source.at[:, columns] if name == "u" else source
             plgpu.copy_gmem_to_smem(source, refs[name + "_s"].at[stage], loaded.at[stage])
 
-    for step in range(STAGES - 1):
-        pl.when(step < steps)(lambda step=step: fetch(jnp.int32(step)))
+    walking = lax.axis_index("warpgroup") == 0  # the other one fetches
+    pl.when(jnp.logical_not(walking))(lambda: lax.fori_loop(0, steps, fetch, None))
+    pl.when(walking)(lambda: _walk(refs, sequence, lane, head, columns, first, steps))
 
-    def show(chunk):
-        begin = refs["begin"][chunk, lane]
-        low, high = refs["low"][chunk, lane], refs["high"][chunk, lane]
-        whole = (low == 0) & (high == CHUNK)
 
-        @pl.when(whole)
-        def _():
-            plgpu.copy_smem_to_gmem(out_s, out.at[lane, pl.ds(begin, CHUNK), head, columns])
-
-        @pl.when(jnp.logical_not(whole))
-        def _():  # the other rows are tokens of other sequences
-            def one(token, _):
-                plgpu.copy_smem_to_gmem(out_s.at[pl.ds(token, 1)], out.at[lane, pl.ds(begin + token, 1), head, columns])
-
-            lax.fori_loop(low, high, one, None)
+def _walk(refs, sequence, lane, head, columns, first, steps):
+    out, state_s, new_s, out_s, rows_s = (refs[name] for name in ("out", "state_s", "new_s", "out_s", "rows_s"))
 
     def advance(step, state):
-        stage = lax.rem(step, jnp.int32(STAGES))
+        chunk, stage = first + step, lax.rem(step, jnp.int32(STAGES))
+        begin, low, high = (refs[name][chunk, lane] for name in ("begin", "low", "high"))
         w_s, u_s, scores_s, q_s, k_s, last_s = (
             refs[name + "_s"].at[stage] for name in ("w", "u", "scores", "q", "k", "last")
         )
-        plgpu.barrier_wait(loaded.at[stage])
         state_s[...] = state.astype(NARROW)
-        plgpu.commit_smem()  # and no warp reads the chunk before this one any more
-        ahead = step + (STAGES - 1)
-        pl.when(ahead < steps)(lambda: fetch(ahead))
-        new_s[...] = (_load(u_s).astype(jnp.float32) - _product(w_s, state_s)).astype(NARROW)
+        plgpu.barrier_wait(refs["loaded"].at[stage])
         plgpu.commit_smem()
-        shown = _product(scores_s, new_s, onto=_product(q_s, state_s))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_s[...] = shown.astype(out.dtype)
+        erased, shown = _products((w_s, state_s, _zeros(TILE)), (q_s, state_s, _zeros(TILE)))
+        new_s[...] = (_load(u_s).astype(jnp.float32) - erased).astype(NARROW)
         plgpu.commit_smem()
-        show(first + step)
         kept = state * lax.broadcast_in_dim(_load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
-        return _product(k_s.transpose((1, 0)), new_s, onto=kept)
+        state, shown = _products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
+        plgpu.barrier_arrive(refs["used"].at[stage])
+        shown = shown.astype(out.dtype)
+        whole = (low == 0) & (high == CHUNK)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(whole)
+        def _():
+            out_s[...] = shown
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_s, out.at[lane, pl.ds(begin, CHUNK), head, columns])
+
+        @pl.when(jnp.logical_not(whole))
+        def _():  # row by row: the others are tokens of other sequences
+            rows_s[:, pl.ds(0, TILE)] = shown
+            plgpu.commit_smem()
+
+            def one(row, _):
+                source = rows_s.at[pl.ds(row, 1), pl.ds(0, TILE)]
+                plgpu.copy_smem_to_gmem(source, out.at[lane, pl.ds(begin + row, 1), head, columns])
+
+            lax.fori_loop(low, high, one, None)
+
+        return state
 
     state = lax.fori_loop(0, steps, advance, _load(refs["start"].at[sequence, head, :, columns]))
     _store(refs["after"].at[sequence, head, :, columns], state)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _launch(body, operands, results, scratch, *, blocks, name):
+def _launch(body, operands, results, scratch, *, blocks, name, warpgroups=1):
     names = (*operands, *results, *scratch)
     return plgpu.kernel(
         lambda *refs: body(**dict(zip(names, refs, strict=True))),
         out_type=list(results.values()),
         grid=(blocks,),
         grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
         scratch_types=list(scratch.values()),
         kernel_name=name,  # what profilers show
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(*operands.values())
 
 
@@ -330,14 +354,18 @@ def _shared(*shape, dtype=NARROW):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _product(a, b, onto=None):
-    """a @ b in float32, added `onto` an array: a from registers or shared memory, b from shared memory."""
-    onto = _zeros(b.shape[1], rows=a.shape[0]) if onto is None else onto
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(onto))
+def _products(*operands):
+    """onto + a @ b in float32 for each `(a, b, onto)`: a in registers or shared memory, b in shared memory."""
+
+    def multiply(refs):
+        for ref, (a, b, _) in zip(refs, operands, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(multiply)(tuple(plgpu.ACC.init(onto) for _, _, onto in operands))
 
 
-def _zeros(width, rows=CHUNK):
-    return plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), LAYOUT)
+def _zeros(width):
+    return plgpu.layout_cast(jnp.zeros((CHUNK, width), jnp.float32), LAYOUT)
 
 
 def _iota(axis, width):
