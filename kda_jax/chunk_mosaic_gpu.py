@@ -129,6 +129,7 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, 
         decay_s=_shared(CHUNK, K, dtype=jnp.float16),
         keys_s=_shared(CHUNK, K),
         queries_s=_shared(CHUNK, K),
+        ones_s=_shared(CHUNK, CHUNK, dtype=jnp.float16),
         square_s=_shared(CHUNK, CHUNK),
         loaded=plgpu.Barrier(num_arrivals=4),
     )
@@ -142,8 +143,8 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, 
 def _make_body(refs, *, sizes, scale, normalize):
     K, V, HV = sizes.K, sizes.V, sizes.HV
     f32 = jnp.float32
-    q_s, k_s, v_s, decay_s, keys_s, queries_s, square_s = (
-        refs[name + "_s"] for name in ("q", "k", "v", "decay", "keys", "queries", "square")
+    q_s, k_s, v_s, decay_s, keys_s, queries_s, square_s, ones_s = (
+        refs[name + "_s"] for name in ("q", "k", "v", "decay", "keys", "queries", "square", "ones")
     )
     block = lax.axis_index("block")  # heads fastest: they lie side by side in memory
     chunk_and_lane, head = _divide(block, HV)
@@ -175,6 +176,7 @@ def _make_body(refs, *, sizes, scale, normalize):
 
     rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LAYOUT.reduce(1))
     row, col = _iota(0, CHUNK), _iota(1, CHUNK)
+    ones_s[...] = plgpu.layout_cast(jnp.ones((CHUNK, CHUNK), jnp.float16), LAYOUT)
 
     def sums(first, last):
         """The product that gives, for each row, the sum of the log decays of the tokens first to last: `[CHUNK, K]`."""
@@ -218,8 +220,11 @@ def _make_body(refs, *, sizes, scale, normalize):
     since = jnp.exp2(since)
     keys_s[...] = (_load(k_s).astype(f32) * since).astype(NARROW)
     q_s[...] = (_load(q_s).astype(f32) * since).astype(NARROW)
-    _store(refs["last_out"].at[chunk, lane, head], jnp.where(_iota(0, K) == CHUNK - 1, since, 0.0).sum(0))
-    (until,) = _products(sums(rows + 1, jnp.full_like(rows, CHUNK - 1)))
+    until, totals = _products(
+        sums(rows + 1, jnp.full_like(rows, CHUNK - 1)),
+        (decay_s.transpose((1, 0)), ones_s, plgpu.layout_cast(jnp.zeros((K, CHUNK), f32), LAYOUT)),
+    )
+    _store(refs["last_out"].at[chunk, lane, head], jnp.exp2(totals.max(1)))  # its columns are all the same
     k_s[...] = (_load(k_s).astype(f32) * jnp.exp2(until)).astype(NARROW)
     plgpu.commit_smem()
     w, u = _products((inverse, keys_s, _zeros(K)), (inverse, v_s, _zeros(V)))
@@ -259,7 +264,9 @@ def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, w
     def body(**refs):
         _walk_body(refs, HV=HV, tiles=V // TILE)
 
-    return _launch(body, operands, results, scratch, blocks=sequences * HV * (V // TILE), name="kda_prefill_states", warpgroups=2)
+    return _launch(
+        body, operands, results, scratch, blocks=sequences * HV * (V // TILE), name="kda_prefill_states", warpgroups=2
+    )
 
 
 def _walk_body(refs, *, HV, tiles):
@@ -343,7 +350,7 @@ def _launch(body, operands, results, scratch, *, blocks, name, warpgroups=1):
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
         kernel_name=name,  # what profilers show
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
     )(*operands.values())
 
 

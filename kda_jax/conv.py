@@ -42,16 +42,19 @@ def _decode(x, weight, pool, slots):
     if S == 0:
         return jnp.zeros_like(x), None if is_ref(pool) else state
     live = (slots >= 0) & (slots < S)
-    slots = jnp.where(live, slots, S)
+    # Each padded row has an index of its own behind the pool: what names no slot twice is written without atomics.
+    slots = jnp.where(live, slots, S + jnp.arange(slots.shape[0], dtype=slots.dtype))
     x = jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
     past = state.at[slots].get(mode="fill", fill_value=0)
-    weights = weight.astype(jnp.float32)
-    y = x.astype(jnp.float32) * weights[None, :, -1]
-    for tap in range(weight.shape[1] - 1):  # one loop over channels for a GPU, where a sum over W = 4 would be a kernel
-        y = y + past[:, :, tap].astype(jnp.float32) * weights[None, :, tap]
+    # Tap by tap, each an array over the channels: a GPU makes all of them, and y, in one loop.
+    taps = [*(past[:, :, tap] for tap in range(weight.shape[1] - 1)), x]
+    y = sum(
+        tap.astype(jnp.float32) * column[None] for tap, column in zip(taps, weight.astype(jnp.float32).T, strict=True)
+    )
     y = _silu(y).astype(x.dtype)
-    window = jnp.concatenate([past[:, :, 1:], x[:, :, None].astype(state.dtype)], axis=2)[:, :, : past.shape[2]]
-    state = state.at[slots].set(window, mode="drop")
+    y, *newest = jax.lax.optimization_barrier((y, *(tap.astype(state.dtype) for tap in taps[1:])))
+    if newest:
+        state = state.at[slots].set(jnp.stack(newest, axis=2), mode="drop", unique_indices=True)
     if is_ref(pool):
         pool[...] = state
         return y, None

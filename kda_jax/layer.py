@@ -52,12 +52,13 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
     local = _local(config, params)
     sizes = _judge(LAYER_DECODE, params, cache, local, x=x, slots=slots)
     B, slots = x.shape[0], as_int32(slots)
-    # The kernels pass over padded rows; XLA's gather does not.
-    if isinstance(B, int) and B < FEWEST_ROWS and dispatch.choose(implementation, sizes, cache.state) != "xla":
+    # The kernels pass over padded rows, whatever they hold; XLA's gather and derivatives do not.
+    by_kernel = dispatch.choose(implementation, sizes, cache.state) != "xla"
+    if by_kernel and isinstance(B, int) and B < FEWEST_ROWS:
         x = jnp.pad(x, ((0, FEWEST_ROWS - B), (0, 0)))
         slots = jnp.pad(slots, (0, FEWEST_ROWS - B), constant_values=-1)
     live = (slots >= 0) & (slots < sizes.S)
-    x = _masked(x, live)
+    x = x if by_kernel else _masked(x, live)
     mixed_qkv, conv = conv_decode(_project(params, x), _kernels(params), cache.conv, slots)
     out, state = packed_decode(
         mixed_qkv,
