@@ -69,8 +69,9 @@ def chunk_kda(
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
       use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
       out_dtype: dtype of `out`; None is that of `v`.
-      implementation: "auto", "mosaic_gpu" or "xla". "auto" takes the kernels on a GPU of compute capability 9.0 where q,
-        k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to 256; else, and for derivatives, XLA.
+      implementation: "auto", "mosaic_gpu" or "xla". "auto" takes the kernels on a GPU of compute capability 9.0 where
+        q, k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to 256; else XLA. Derivatives, and what
+        `vmap` maps, are XLA's in any case.
 
     Returns:
       out: `[B, T, HV, V]`.

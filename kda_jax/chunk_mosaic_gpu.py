@@ -2,16 +2,21 @@
 
 The first takes a chunk of 64 tokens of one head for each warpgroup and makes what needs no state: w, u, the scores,
 q exp(G), k exp(G_last - G) and exp(G_last) of `chunk.py`. The second takes TILE value columns of one head of one
-sequence, and walks its chunks with the state in registers, transposed (`[K, TILE]`):
+sequence, and walks its chunks with the state in registers, transposed (`[K, TILE]`), while another warpgroup copies
+the chunks ahead into shared memory:
 
     new = u - w S^T        out = (q exp(G)) S^T + scores new        S^T <- exp(G_last) S^T + k'^T new
 
 All products run on the tensor cores, from bfloat16 to float32. Every pair of tokens i > j of a chunk is split by the
 one level `half` = 32, 16, .. 1 at which i lies in the second half of an aligned block of 2 `half` tokens and j in the
-first. There exp(G_i - G_j) is the product of two factors, one of i and one of j, and each is the exponential of a sum of
-log decays from the middle of the block: a product of a matrix of zeros and ones. So no exponent is above 0, no sum is
-subtracted from another, and no decay overflows. The same levels invert the triangular system, block by block.
+first. There exp(G_i - G_j) is the product of two factors, one of i and one of j, and each is the exponential of a sum
+of log decays from the middle of the block: a product of a matrix of zeros and ones. So no exponent is above 0, no sum
+is subtracted from another, and no decay overflows. The same levels invert the triangular system, block by block.
+
+Barriers are written out where one warp overwrites shared memory that another reads: commit_smem is one.
 """
+
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,11 +26,12 @@ from jax import lax
 
 from kda_contracts import Sizes
 from kda_jax import gates
+from kda_jax.mosaic import divide, to_memory
 from kda_jax.sequences import owners
 from kda_jax.transforms import unfused
 
 CHUNK = 64
-LEVELS = 6
+LEVELS = 6  # halves of 1, 2, 4, .. 32 tokens
 TILE = 32
 ROW_BYTES = 128  # where a copy from shared memory may begin
 STAGES = 3  # chunks in shared memory in the second kernel, the present one included
@@ -147,9 +153,9 @@ def _make_body(refs, *, sizes, scale, normalize):
         refs[name + "_s"] for name in ("q", "k", "v", "decay", "keys", "queries", "square", "ones")
     )
     block = lax.axis_index("block")  # heads fastest: they lie side by side in memory
-    chunk_and_lane, head = _divide(block, HV)
-    chunk, lane = _divide(chunk_and_lane, refs["begin"].shape[1])
-    group, _ = _divide(head, HV // sizes.H)
+    chunk_and_lane, head = divide(block, HV)
+    chunk, lane = divide(chunk_and_lane, refs["begin"].shape[1])
+    group, _ = divide(head, HV // sizes.H)
     begin = pl.multiple_of(refs["begin"][chunk, lane], ALIGNED)
     low, shown = refs["low"][chunk, lane], refs["shown"][chunk, lane]
     for name, at in (("q", group), ("k", group), ("v", head), ("decay", head)):
@@ -190,12 +196,13 @@ def _make_body(refs, *, sizes, scale, normalize):
     beta_of_rows = -_load(beta, LAYOUT.reduce(1))
     corner_s = queries_s.at[:, pl.ds(0, CHUNK)]  # free once its product is done
 
-    def level(number, carry):  # a loop: unrolled, most of the time went into fetching instructions
+    def level(number, carry):  # a loop: unrolled, half of the time (1.1 ms of 8192 tokens) went into fetching code
         scores, inverse = carry
         half = lax.shift_left(jnp.int32(1), number)
         middle = (rows & -(2 * half)) + half
         (apart,) = _products(sums(jnp.minimum(middle, rows + 1), jnp.maximum(middle - 1, rows)))
         apart = jnp.exp2(apart)
+        plgpu.commit_smem()  # all warps are through with the level before, whose corner_s is overwritten now
         queries_s[...] = (_load(q_s).astype(f32) * apart).astype(NARROW)
         keys_s[...] = (_load(k_s).astype(f32) * apart).astype(NARROW)
         square_s[...] = inverse.astype(NARROW)
@@ -224,7 +231,7 @@ def _make_body(refs, *, sizes, scale, normalize):
         sums(rows + 1, jnp.full_like(rows, CHUNK - 1)),
         (decay_s.transpose((1, 0)), ones_s, plgpu.layout_cast(jnp.zeros((K, CHUNK), f32), LAYOUT)),
     )
-    _store(refs["last_out"].at[chunk, lane, head], jnp.exp2(totals.max(1)))  # its columns are all the same
+    to_memory(refs["last_out"].at[chunk, lane, head], jnp.exp2(totals.max(1)))  # its columns are all the same
     k_s[...] = (_load(k_s).astype(f32) * jnp.exp2(until)).astype(NARROW)
     plgpu.commit_smem()
     w, u = _products((inverse, keys_s, _zeros(K)), (inverse, v_s, _zeros(V)))
@@ -271,8 +278,8 @@ def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, w
 
 def _walk_body(refs, *, HV, tiles):
     block = lax.axis_index("block")  # tiles fastest: they share w, q, k and the scores
-    sequence_and_head, tile = _divide(block, tiles)
-    sequence, head = _divide(sequence_and_head, HV)
+    sequence_and_head, tile = divide(block, tiles)
+    sequence, head = divide(sequence_and_head, HV)
     columns = pl.ds(tile * TILE, TILE)
     dense = refs["begin"].shape[1] > 1 or refs["chunks"].shape[0] == 2
     at, lane = (0, sequence) if dense else (sequence, 0)
@@ -317,13 +324,13 @@ def _walk(refs, sequence, lane, head, columns, first, steps):
 
         @pl.when(whole)
         def _():
-            out_s[...] = shown
+            to_memory(out_s, shown)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s, out.at[lane, pl.ds(begin, CHUNK), head, columns])
 
         @pl.when(jnp.logical_not(whole))
         def _():  # row by row: the others are tokens of other sequences
-            rows_s[:, pl.ds(0, TILE)] = shown
+            to_memory(rows_s.at[:, pl.ds(0, TILE)], shown)
             plgpu.commit_smem()
 
             def one(row, _):
@@ -335,7 +342,7 @@ def _walk(refs, sequence, lane, head, columns, first, steps):
         return state
 
     state = lax.fori_loop(0, steps, advance, _load(refs["start"].at[sequence, head, :, columns]))
-    _store(refs["after"].at[sequence, head, :, columns], state)
+    to_memory(refs["after"].at[sequence, head, :, columns], state)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -355,10 +362,8 @@ def _launch(body, operands, results, scratch, *, blocks, name, warpgroups=1):
 
 
 def _shared(*shape, dtype=NARROW):
-    """Shared memory as wgmma reads it; without the transforms named, layout inference searches for minutes."""
-    swizzle = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    """Shared memory of rows of 128 bytes and more as wgmma reads it; left to layout inference, it takes minutes."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def _products(*operands):
@@ -368,7 +373,8 @@ def _products(*operands):
         for ref, (a, b, _) in zip(refs, operands, strict=True):
             plgpu.wgmma(ref, a, b)
 
-    return pl.run_state(multiply)(tuple(plgpu.ACC.init(onto) for _, _, onto in operands))
+    accumulators: Any = tuple(plgpu.ACC.init(onto) for _, _, onto in operands)
+    return pl.run_state(multiply)(accumulators)
 
 
 def _zeros(width):
@@ -381,16 +387,3 @@ def _iota(axis, width):
 
 def _load(ref, layout=LAYOUT):
     return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _store(ref, value):
-    """Registers to global memory. JAX 0.12 refuses plain stores of these layouts; 0.11 has no others."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
-def _divide(x, n):
-    """(x // n, x % n) of a natural int32, in int32 under 64-bit mode too."""
-    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))

@@ -14,6 +14,7 @@ from kda_jax.sequences import owners
 from kda_jax.slots import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
+TOKENS_MULTIPLE = 8  # that the kernels of chunk_kda take as they are
 FEWEST_ROWS = 8  # of a step: a layer's weights times one row took an H200 143 us, as sums, and times 8 rows 40
 
 
@@ -75,7 +76,17 @@ def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfi
     return _output(params, x, out[:, 0], live, local)[:B], KDACache(conv, state)
 
 
-def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, config: KDAConfig, fresh=None):
+def kda_prefill(
+    params: KDAParams,
+    x,
+    cache: KDACache,
+    slots,
+    cu_seqlens,
+    *,
+    config: KDAConfig,
+    fresh=None,
+    implementation="auto",
+):
     """All tokens of sequences that lie end to end through the layer; each continues what its slot holds.
 
     Args:
@@ -86,6 +97,7 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
       cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`.
       config: `KDAConfig`, static.
       fresh: None, or `[N]` bool: whether a sequence starts from nothing, whatever its slot holds.
+      implementation: of the recurrence, as in `chunk_kda`.
 
     Returns:
       `(y, cache)`: `[T, D]` in x's dtype, and the cache, advanced by all tokens.
@@ -94,7 +106,7 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
       As `kda_decode`. It differentiates.
 
     Raises:
-      ContractError, TypeError: as `kda_decode`.
+      ContractError, TypeError, NotImplementedError: as `kda_decode`.
 
     >>> import jax
     >>> from kda_jax.weights import init_cache, init_params
@@ -108,8 +120,12 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
     local = _local(config, params)
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh)
     sizes = _judge(LAYER_PREFILL, params, cache, local, **operands)
-    T, slots, cu_seqlens = x.shape[0], as_int32(slots), as_int32(cu_seqlens)
+    tokens, slots, cu_seqlens = x.shape[0], as_int32(slots), as_int32(cu_seqlens)
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
+    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, cache.state)
+    if implementation != "xla":  # here, where it costs least: the kernels would pad five wider operands
+        x = jnp.pad(x, ((0, -tokens % TOKENS_MULTIPLE), (0, 0)))
+    T = x.shape[0]
     live = jnp.append((slots >= 0) & (slots < sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)
     mixed, conv = conv_prefill(_project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources)
@@ -135,8 +151,9 @@ def kda_prefill(params: KDAParams, x, cache: KDACache, slots, cu_seqlens, *, con
         source_indices=sources,
         cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=True,
+        implementation=implementation,
     )
-    return _output(params, x, out[0], live, local), KDACache(conv, state)
+    return _output(params, x, out[0], live, local)[:tokens], KDACache(conv, state)
 
 
 def _local(config, params):

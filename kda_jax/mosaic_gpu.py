@@ -32,6 +32,7 @@ from jax import lax
 from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
 from kda_jax import gates
 from kda_jax.invariants import assert_operands
+from kda_jax.mosaic import divide, to_memory
 from kda_jax.reference import STATIC
 from kda_jax.slots import is_ref
 from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mapped, unfused
@@ -185,8 +186,8 @@ def _body(
     key_layout, value_layout = layout.reduce(0), _of_rows(layout, len(piece_shape))
     tiles = V // config.tile_rows
     block = lax.axis_index("block")  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
-    row_and_head, tile = _divide(block, tiles)
-    row, head = _divide(row_and_head, HV)
+    row_and_head, tile = divide(block, tiles)
+    row, head = divide(row_and_head, HV)
     slot = refs["slots"][row]
     live = (slot >= 0) & (slot < S)
     steps = [tile * config.tile_rows + start for start in range(0, config.tile_rows, config.step_rows)]
@@ -212,7 +213,7 @@ def _body(
 
     def store(parts, *index):
         for part, ref in zip(parts, pieces(*index), strict=True):
-            _store(ref, part)
+            to_memory(ref, part)
 
     def zeros(shape, dtype, layout):
         return plgpu.layout_cast(jnp.zeros(shape, dtype), layout)
@@ -222,7 +223,7 @@ def _body(
 
     def clear(token):
         for start in steps:
-            _store(out.at[token, head, rows(start)], zeros((config.step_rows,), out.dtype, value_layout))
+            to_memory(out.at[token, head, rows(start)], zeros((config.step_rows,), out.dtype, value_layout))
             if intermediate is not None:
                 store(no_state(), intermediate, token, head, rows(start))
 
@@ -258,7 +259,7 @@ def _body(
 
         q, k and decay are lists of arrays `[..., CHUNKS, *chunk_shape]` of this shape and layout.
         """
-        group, _ = _divide(head, HV // H)
+        group, _ = divide(head, HV // H)
 
         def vector(ref, *index, layout=layout):
             *index, begin = index
@@ -298,7 +299,7 @@ def _body(
         u = (v - state_k) * beta
         along_values = lax.broadcast_in_dim(u, piece_shape, (0,))
         updated = tuple((d + along_values * along_keys(x)).astype(pool.dtype) for d, x in zip(decayed, k, strict=True))
-        _store(out.at[token, head, rows(start)], (state_q + u * k_q).astype(out.dtype))
+        to_memory(out.at[token, head, rows(start)], (state_q + u * k_q).astype(out.dtype))
         if intermediate is not None:
             store(updated, intermediate, token, head, rows(start))
         if writes is not None:
@@ -335,11 +336,11 @@ def _body(
             )
             for which, parts in enumerate(three):
                 for repeat, part in enumerate(parts):
-                    _store(refs["vectors"].at[:, which, pl.ds(repeat * CHUNKS, CHUNKS)], part)
+                    to_memory(refs["vectors"].at[:, which, pl.ds(repeat * CHUNKS, CHUNKS)], part)
             for which, x in enumerate((k_q, beta)):
-                _store(refs["numbers"].at[which], plgpu.layout_cast(x, _of_rows(token_layout, len(token_shape))))
+                to_memory(refs["numbers"].at[which], plgpu.layout_cast(x, _of_rows(token_layout, len(token_shape))))
             values = refs["v"].at[tokens, pl.ds(v_start + head * V + steps[0], config.tile_rows)]
-            _store(refs["values"], load(values, _values_layout(config.tile_rows)).astype(f32))
+            to_memory(refs["values"], load(values, _values_layout(config.tile_rows)).astype(f32))
             plgpu.commit_smem()
 
         def next_token(token, base, states):
@@ -361,7 +362,7 @@ def _body(
             plgpu.commit_smem()  # all have read before the next group is written
             return states
 
-        groups, _ = _divide(last - first + (WARPS - 1), WARPS)
+        groups, _ = divide(last - first + (WARPS - 1), WARPS)
         states = lax.fori_loop(0, groups, next_group, held)
         for start, state in zip(steps, states, strict=True):
             store_state(start, state)
@@ -381,19 +382,6 @@ def _values_layout(rows):
     lanes = math.gcd(rows, WARP_LANES)
     copies = () if lanes == WARP_LANES else (plgpu.Replicated(WARP_LANES // lanes),)
     return plgpu.Layout.TILED(plgpu.Tiling(((WARPS, lanes), (1,))), (-3,), (*copies, -2), -1)
-
-
-def _divide(x, n):
-    """(x // n, x % n) of a natural int32, in int32 under 64-bit mode too."""
-    return lax.div(x, jnp.int32(n)), lax.rem(x, jnp.int32(n))
-
-
-def _store(ref, value):
-    """Registers to memory. JAX 0.12 refuses plain stores of these layouts; 0.11 has no others."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "maths", "out_dtype", "config"))

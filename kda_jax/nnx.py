@@ -53,6 +53,7 @@ class KDALayer(nnx.Module):
         """As `kda_jax.kda_decode`."""
         return kda_decode(self.params, x, cache, slots, config=self.config, implementation=implementation)
 
-    def prefill(self, x, cache, slots, cu_seqlens, *, fresh=None):
+    def prefill(self, x, cache, slots, cu_seqlens, *, fresh=None, implementation="auto"):
         """As `kda_jax.kda_prefill`."""
-        return kda_prefill(self.params, x, cache, slots, cu_seqlens, config=self.config, fresh=fresh)
+        options = dict(config=self.config, fresh=fresh, implementation=implementation)
+        return kda_prefill(self.params, x, cache, slots, cu_seqlens, **options)

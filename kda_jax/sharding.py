@@ -230,11 +230,11 @@ def sharded_decode(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=No
     return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False)
 
 
-def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None):
+def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"):
     """`kda_prefill` over a mesh.
 
     Args:
-      mesh, config, params, heads, rows: as `sharded_decode`.
+      mesh, config, params, heads, rows, implementation: as `sharded_decode`.
 
     Returns:
       A function `(params, x, cache, slots, cu_seqlens, fresh=None) -> (y, cache)` for `jit`. Without `rows`, `x` is
@@ -258,7 +258,8 @@ def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=N
     def step(params, x, cache, slots, cu_seqlens, fresh):
         cu_seqlens = cu_seqlens if rows is None else cu_seqlens[0]
         slots = _own(slots, cache, rows)
-        y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, config=config, fresh=fresh)
+        options = dict(config=config, fresh=fresh, implementation=implementation)
+        y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, **options)
         return _summed(y, heads), cache
 
     bounds = P() if rows is None else P(rows, None)

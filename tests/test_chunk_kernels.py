@@ -166,6 +166,30 @@ def test_auto_takes_the_kernels_where_they_run():
     assert "kda_prefill" not in compiled(q=x["q"].astype(jnp.float32))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [64, 77])
+def test_a_layers_prefill_runs_them(T):
+    config = kda_jax.KDAConfig(D=64, H=2, HV=4, K=128, V=128, gate_rank=16)
+    params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 4)
+    x = jax.random.normal(jax.random.key(1), (T, config.D), jnp.bfloat16)
+    slots, bounds = jnp.array([2, -1, 0]), jnp.array([0, 30, 33, T - 2])
+
+    def prefill(implementation):
+        return jax.jit(
+            lambda x, cache: kda_jax.kda_prefill(
+                params, x, cache, slots, bounds, config=config, implementation=implementation
+            )
+        )
+
+    (y, after), (wanted, wanted_after) = (prefill(name)(x, cache) for name in ("auto", "xla"))
+    assert "kda_prefill_states" in prefill("auto").lower(x, cache).compile().as_text()
+    assert_near(y, wanted, 2e-2)
+    assert_near(after.state, wanted_after.state, 1e-2)
+    assert_same_bits(after.conv, wanted_after.conv)
+    assert not np.asarray(y, np.float32)[30:33].any()
+    assert not np.asarray(y, np.float32)[T - 2 :].any()
+
+
 def shapes(T, N=None, **sizes):
     x = narrow(2 if N is None else 1, T, N=N, **sizes)
     bounds = {} if N is None else {"cu_seqlens": np.zeros(N + 1, np.int32)}
