@@ -169,7 +169,7 @@ def test_auto_takes_the_kernels_where_they_run():
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [64, 77])
 def test_a_layers_prefill_runs_them(T):
-    config = kda_jax.KDAConfig(D=64, H=2, HV=4, K=128, V=128, gate_rank=16)
+    config = kda_jax.KDAConfig(D=64, H=2, HV=4, K=128, V=128, gate_rank=128)
     params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 4)
     x = jax.random.normal(jax.random.key(1), (T, config.D), jnp.bfloat16)
     slots, bounds = jnp.array([2, -1, 0]), jnp.array([0, 30, 33, T - 2])
