@@ -116,7 +116,7 @@ def prefill():
     """chunk_kda over one long sequence."""
     results = load("prefill")
     rows = [
-        [str(row["T"]), f"{row['recurrence_ms']:.1f}", f"{row['gates_ms']:.1f}", f"{row['peak_bytes'] / 2**30:.1f}"]
+        [str(row["T"]), f"{row['recurrence_ms']:.2f}", f"{row['gates_ms']:.2f}", f"{row['peak_bytes'] / 2**30:.1f}"]
         for row in results["rows"]
     ]
     return [

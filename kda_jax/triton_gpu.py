@@ -5,10 +5,10 @@ The kernel is in triton_kernel.py; here are its tile and its launch, by either o
 
 import functools
 import inspect
+import os
 from dataclasses import dataclass, replace
 
 import jax
-import jax_triton
 
 from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
 from kda_jax.gates import FLOAT32_MAX, NORM_EPS, Maths
@@ -17,6 +17,15 @@ from kda_jax.reference import STATIC
 from kda_jax.slots import is_ref
 from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
 from kda_jax.triton_kernel import kda_update, kda_update_aliased
+
+_cache_dir = os.environ.get("TRITON_CACHE_DIR")
+import jax_triton  # noqa: E402
+
+# jax-triton 0.3.1 empties it, and no other Triton kernel of the process (PyTorch's) would compile any more.
+if _cache_dir is None:
+    os.environ.pop("TRITON_CACHE_DIR", None)
+else:
+    os.environ["TRITON_CACHE_DIR"] = _cache_dir
 
 MAX_K = 256
 MAX_GRID = 2**31 - 1

@@ -53,6 +53,18 @@ def test_compiles_without_a_gpu(case, tmp_path, monkeypatch):
     assert run.stdout.strip() == "compiled", run.stderr[-2000:]
 
 
+@pytest.mark.parametrize("kept", [None, "/tmp/somewhere"])
+def test_importing_it_leaves_the_cache_of_other_triton_kernels_alone(kept, monkeypatch):
+    pytest.importorskip("jax_triton")
+    if kept is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    else:
+        monkeypatch.setenv("TRITON_CACHE_DIR", kept)
+    program = "import os, kda_jax.triton_gpu; print(os.environ.get('TRITON_CACHE_DIR'))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.strip() == str(kept), run.stderr[-2000:]
+
+
 @pytest.mark.skipif(WITH_TRITON, reason="asks what is said without jax-triton or a GPU")
 def test_without_jax_triton_the_reason_is_given():
     explained = kda_jax.explain(**make_call(SHAPES["k60_v24"]).operands)
