@@ -71,7 +71,8 @@ def chunk_kda(
       out_dtype: dtype of `out`; None is that of `v`.
       implementation: "auto", "mosaic_gpu" or "xla". "auto" takes the kernels on a GPU of compute capability 9.0 where
         q, k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to 256; else XLA. Derivatives, and what
-        `vmap` maps, are XLA's in any case.
+        `vmap` maps, are XLA's in any case. Name "xla" where no kernel can be: in a program for several platforms or
+        for a CPU beside that GPU, and in one that the partitioner cuts (inside `jax.shard_map` the kernels run).
 
     Returns:
       out: `[B, T, HV, V]`.
@@ -80,8 +81,8 @@ def chunk_kda(
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref. Memory is linear in
       T. A value that is not finite poisons its chunk of 64 tokens, those before it too. float32 operands are multiplied
-      in full float32; narrower ones with a GPU's default for float32 (TF32), and in the kernels as bfloat16, with sums
-      and the state in float32.
+      in full float32; narrower ones with a GPU's default for float32 (TF32). The kernels multiply bfloat16, sum in
+      float32, hold the state in float32, and round log decays to float16 (weaker than 2e-8 a token: to 0).
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`.
@@ -101,11 +102,13 @@ def chunk_kda(
     options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out_dtype=out_dtype)
     sizes = check(CHUNK_KDA, **arrays, **options)
     dispatch.refuse_what_holds_no_values(CHUNK_KDA, arrays)
+    *tensors, pool, slots, sources, cu_seqlens = arrays.values()
+    sharded = {name: x for name, x in arrays.items() if x is not None}
+    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype for x in tensors[:3]], sharded)
     out_dtype = jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype)
     if 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
         out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)
         return out, None if is_ref(initial_state) else jnp.asarray(arrays["initial_state"])
-    *tensors, pool, slots, sources, cu_seqlens = arrays.values()
     return kda_chunk(
         *tensors,
         pool,
@@ -116,7 +119,7 @@ def chunk_kda(
         scale=float(sizes.K**-0.5 if scale is None else scale),
         use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
         out_dtype=out_dtype,
-        implementation=dispatch.choose_prefill(implementation, sizes, [x.dtype for x in tensors[:3]], pool),
+        implementation=implementation,
     )
 
 

@@ -46,15 +46,19 @@ def choose(implementation, sizes, pool, op=PACKED_DECODE.name) -> str:
     raise AssertionError("xla runs every call that meets the contract")
 
 
-def choose_prefill(implementation, sizes, dtypes, pool) -> str:
-    """The same for `chunk_kda`, whose kernels need the wgmma of compute capability 9.0; dtypes: of q, k and v."""
+def choose_prefill(implementation, sizes, dtypes, operands) -> str:
+    """The same for `chunk_kda`, whose kernels need the wgmma of compute capability 9.0.
+
+    dtypes: of q, k and v. operands: by name, those whose sharding counts, the pool among them.
+    """
     if implementation not in ("auto", "mosaic_gpu", "xla"):
         raise ValueError(f"`implementation` must be 'auto', 'mosaic_gpu' or 'xla' (got {implementation!r})")
     if implementation == "xla" or (implementation == "auto" and _host_obstacle("mosaic_gpu", exactly=True)):
         return "xla"
     from kda_jax import chunk_mosaic_gpu as kernel
 
-    reason = kernel.unsupported(sizes, dtypes) or _sharding_obstacle(pool)
+    reasons = [kernel.unsupported(sizes, dtypes), *(_sharding_obstacle(x, name) for name, x in operands.items())]
+    reason = next(filter(None, reasons), None)
     if reason and implementation != "auto":
         raise NotImplementedError(
             f"{CHUNK_KDA.name}: implementation={implementation!r} cannot run this call: {reason}; "
@@ -163,20 +167,20 @@ def obstacle(implementation, sizes, pool):
     return _sharding_obstacle(pool)
 
 
-def _sharding_obstacle(pool):
-    """Why a kernel, opaque to the partitioner, cannot take this pool, where JAX lets us see it; or None."""
-    aval = jax.typeof(pool) if not isinstance(pool, (np.ndarray, jax.ShapeDtypeStruct)) else None
+def _sharding_obstacle(x, name="the pool"):
+    """Why a kernel, opaque to the partitioner, cannot take this operand, where JAX lets us see it; or None."""
+    aval = jax.typeof(x) if not isinstance(x, (np.ndarray, jax.ShapeDtypeStruct)) else None
     if aval is not None and _varies_over_mesh(aval):
         return (
-            "the pool varies over a mesh axis under shard_map with check_vma=True, which Refs do not support; "
+            f"{name} varies over a mesh axis under shard_map with check_vma=True, which Refs do not support; "
             "pass check_vma=False to jax.shard_map, or use implementation='xla'"
         )
-    sharding = getattr(pool, "sharding", None) if not isinstance(pool, jax.core.Tracer) else None
+    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
     on_devices = sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated
     in_type = any(axis is not None for axis in getattr(getattr(aval, "sharding", None), "spec", ()))  # Explicit axes
     if on_devices or in_type:
         return (
-            "the pool is sharded over several devices outside shard_map, so every device would gather all of it; "
+            f"{name} is sharded over several devices outside shard_map, so every device would gather all of it; "
             "wrap the call in jax.shard_map(..., check_vma=False), or use implementation='xla'"
         )
     return None

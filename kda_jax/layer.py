@@ -122,8 +122,10 @@ def kda_prefill(
     sizes = _judge(LAYER_PREFILL, params, cache, local, **operands)
     tokens, slots, cu_seqlens = x.shape[0], as_int32(slots), as_int32(cu_seqlens)
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
-    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, cache.state)
+    operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, state=cache.state)
+    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, operands)
     if implementation != "xla":  # here, where it costs least: the kernels would pad five wider operands
+        cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into them
         x = jnp.pad(x, ((0, -tokens % TOKENS_MULTIPLE), (0, 0)))
     T = x.shape[0]
     live = jnp.append((slots >= 0) & (slots < sizes.S), False)[owners(cu_seqlens, T)]

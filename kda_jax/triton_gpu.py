@@ -19,13 +19,13 @@ from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_
 from kda_jax.triton_kernel import kda_update, kda_update_aliased
 
 _cache_dir = os.environ.get("TRITON_CACHE_DIR")
-import jax_triton  # noqa: E402
-
-# jax-triton 0.3.1 empties it, and no other Triton kernel of the process (PyTorch's) would compile any more.
-if _cache_dir is None:
-    os.environ.pop("TRITON_CACHE_DIR", None)
-else:
-    os.environ["TRITON_CACHE_DIR"] = _cache_dir
+try:
+    import jax_triton
+finally:  # jax-triton 0.3.1 empties it, and no other Triton kernel of the process (PyTorch's) would compile any more
+    if _cache_dir is None:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        os.environ["TRITON_CACHE_DIR"] = _cache_dir
 
 MAX_K = 256
 MAX_GRID = 2**31 - 1

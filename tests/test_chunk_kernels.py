@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chunks import S, operands, wanted
+from jax.sharding import PartitionSpec as P
 from support import assert_near, assert_same_bits, lowered_text
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import chunk_mosaic_gpu
+from kda_jax import chunk, chunk_mosaic_gpu
 
 LIMIT = 8e-3  # relative: bfloat16 products
 SIZES = [dict(H=2, HV=4, K=128, V=128), dict(H=3, HV=3, K=64, V=64), dict(H=1, HV=2, K=128, V=192)]
@@ -190,6 +191,35 @@ def test_a_layers_prefill_runs_them(T):
     assert not np.asarray(y, np.float32)[T - 2 :].any()
 
 
+def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
+    """The layer pads its tokens for the kernels, for which XLA stands in here."""
+    monkeypatch.setattr(chunk_mosaic_gpu, "chunks_and_states", chunk._chunks_and_states)
+    config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=64, V=64)
+    params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 3)
+    x = jax.random.normal(jax.random.key(1), (13, config.D), jnp.bfloat16)
+    for end in (13, 1000):
+        call = (params, x, cache, jnp.array([2, 0]), jnp.array([0, 5, end]))
+        y, after = kda_jax.kda_prefill(*call, config=config, implementation="mosaic_gpu")
+        wanted, wanted_after = kda_jax.kda_prefill(*call, config=config, implementation="xla")
+        assert_near(y, wanted, 1e-2)
+        assert_near(after.state, wanted_after.state, 1e-5)
+        assert_same_bits(after.conv, wanted_after.conv)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_an_operand_that_varies_over_a_mesh_is_seen():
+    x = {name: jnp.asarray(y) for name, y in narrow(1, 5, **SIZES[0]).items()}
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("tp",))
+    heads = {name: P(None, None, "tp") if y.ndim > 2 and name != "initial_state" else P() for name, y in x.items()}
+
+    def call(x):
+        x["initial_state"] = jnp.zeros((S, 2, 128, 128))
+        return kda_jax.chunk_kda(**x, implementation="mosaic_gpu")[0]
+
+    with pytest.raises(NotImplementedError, match="q varies over a mesh axis"):
+        jax.shard_map(call, mesh=mesh, in_specs=(heads,), out_specs=P(None, None, "tp"))(x)
+
+
 def shapes(T, N=None, **sizes):
     x = narrow(2 if N is None else 1, T, N=N, **sizes)
     bounds = {} if N is None else {"cu_seqlens": np.zeros(N + 1, np.int32)}
@@ -237,10 +267,10 @@ def test_every_token_has_one_place_in_the_chunks(seed):
     )
     owner = np.full(T, -1)
     for n in range(N + 2):
-        for chunk in range(chunks[n], chunks[n + 1]):
-            at = begin[chunk, 0] + np.arange(low[chunk, 0], high[chunk, 0])
-            assert begin[chunk, 0] % chunk_mosaic_gpu.ALIGNED == 0
+        for at_chunk in range(chunks[n], chunks[n + 1]):
+            at = begin[at_chunk, 0] + np.arange(low[at_chunk, 0], high[at_chunk, 0])
+            assert begin[at_chunk, 0] % chunk_mosaic_gpu.ALIGNED == 0
             assert (owner[at] == -1).all()
             owner[at] = n
-            assert shown[chunk, 0] == (high[chunk, 0] if 0 < n <= N and live[n - 1] else 0)
+            assert shown[at_chunk, 0] == (high[at_chunk, 0] if 0 < n <= N and live[n - 1] else 0)
     assert (owner == np.searchsorted(bounds, np.arange(T), side="right")).all()
