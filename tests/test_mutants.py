@@ -27,7 +27,7 @@ SQUARE = Sizes(B=3, H=1, HV=2, K=32, V=32, S=5)  # K == V: only values can show 
 # name -> {module: ((what stands there, what stands there instead), ...)}; in the kernel, then in the reference.
 MUTANTS = {
     "wrong head map": {
-        "mosaic_gpu": (("group, _ = _divide(head, HV // H)", "_, group = _divide(head, H)"),),
+        "mosaic_gpu": (("group, _ = divide(head, HV // H)", "_, group = divide(head, H)"),),
         "reference": (("jnp.repeat(x, HV // x.shape[2], axis=2)", "jnp.tile(x, (1, 1, HV // x.shape[2], 1))"),),
     },
     "beta rounded to bfloat16": {
