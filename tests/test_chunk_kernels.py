@@ -1,5 +1,7 @@
 """The kernels of chunked prefill against the float64 oracle, on a GPU; and, without one, that they lower for CUDA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,16 +193,18 @@ def test_a_layers_prefill_runs_them(T):
     assert not np.asarray(y, np.float32)[T - 2 :].any()
 
 
+@pytest.mark.slow
 def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
     """The layer pads its tokens for the kernels, for which XLA stands in here."""
     monkeypatch.setattr(chunk_mosaic_gpu, "chunks_and_states", chunk._chunks_and_states)
     config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=64, V=64)
     params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 3)
     x = jax.random.normal(jax.random.key(1), (13, config.D), jnp.bfloat16)
+    prefill = jax.jit(functools.partial(kda_jax.kda_prefill, config=config), static_argnames="implementation")
     for end in (13, 1000):
         call = (params, x, cache, jnp.array([2, 0]), jnp.array([0, 5, end]))
-        y, after = kda_jax.kda_prefill(*call, config=config, implementation="mosaic_gpu")
-        wanted, wanted_after = kda_jax.kda_prefill(*call, config=config, implementation="xla")
+        y, after = prefill(*call, implementation="mosaic_gpu")
+        wanted, wanted_after = prefill(*call, implementation="xla")
         assert_near(y, wanted, 1e-2)
         assert_near(after.state, wanted_after.state, 1e-5)
         assert_same_bits(after.conv, wanted_after.conv)

@@ -116,6 +116,7 @@ def test_prefill_then_decode_is_prefill_of_one_more(T, name):
         assert_same_bits(stepped.conv[untouched], cache.conv[untouched])
 
 
+@pytest.mark.slow
 def test_prefill_in_pieces_is_prefill_at_once():
     config, params, cache = make("softplus, low rank")
     x, slot = inputs(150, config.D), jnp.array([5])
@@ -129,6 +130,7 @@ def test_prefill_in_pieces_is_prefill_at_once():
     assert_near(cache.conv, wanted.conv, LIMIT)
 
 
+@pytest.mark.slow
 def test_a_fresh_sequence_forgets_its_slot():
     config, params, cache = make("safe, full rank")
     x = inputs(9, config.D)
@@ -155,6 +157,7 @@ def test_padded_rows_may_hold_anything():
     assert np.isfinite(np.asarray(after.state)).all() and np.isfinite(np.asarray(after.conv)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int64"])
 def test_slots_of_any_width_in_a_large_pool(dtype):
     """A pool of 200 slots, which int8 cannot count; 2**32, which is not slot 0."""

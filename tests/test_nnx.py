@@ -28,6 +28,7 @@ def test_the_module_is_the_functions():
     assert_same_bits(after.state, advanced.state)
 
 
+@pytest.mark.slow
 def test_the_module_trains():
     from kda_jax.nnx import KDALayer
 

@@ -85,6 +85,7 @@ def test_prefill_equals_one_device(shape, names):
     assert_near(conv, after.conv, LIMIT)
 
 
+@pytest.mark.slow
 def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
     mesh, (params, cache) = mesh_of((2, 4), ("dp", "tp")), layer(CONFIG)
     x, slots = jax.random.normal(jax.random.key(3), (8, CONFIG.D)), jnp.array([1, 6])

@@ -36,6 +36,7 @@ print("compiled")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
