@@ -91,6 +91,7 @@ def test_sources_start_sequences_elsewhere():
     assert_near(state, expected, LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_operands(dtype):
     x = operands(2, 100, dtype=dtype, decay=0.3)
@@ -158,6 +159,7 @@ def test_a_ref_and_a_donated_pool():
     assert pool.is_deleted()
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_any_boundaries():
     x = {name: jnp.asarray(y) for name, y in operands(1, 130, N=3).items()}
     traced = []

@@ -11,6 +11,7 @@ import kda_jax
 nnx = pytest.importorskip("flax.nnx")
 
 
+@pytest.mark.slow
 def test_the_module_is_the_functions():
     from kda_jax.nnx import KDALayer
 
