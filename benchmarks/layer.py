@@ -8,7 +8,7 @@ profiler, in steps dispatched one by one. Beside them, in the same run, three ce
 layer's matrix products alone, by the clock; `weights_us`, half an in-place multiply over as many bytes as the layer has
 weights, since reading alone moves each byte once and the multiply twice; and `multiply_us`, an in-place multiply over
 the live states (both multiplies: the kernel's median). `ratio` is layer_us / (weights_us + multiply_us), and
-`ratio_matmuls` has matmuls_us in place of weights_us. `--kernels` prints the GPU kernels that take longest.
+`ratio_matmuls` has matmuls_us in place of weights_us. `--kernels` adds the GPU kernels that take longest.
 """
 
 import argparse
@@ -99,9 +99,10 @@ def time_kernels(op, pool, inputs):
     return by_name
 
 
-def print_kernels(by_name, calls):
-    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
-        print(f"   {sum(times) / calls:9.2f} us in {len(times) / calls:5.2f}  {name[:100]}")
+def longest(by_name, calls):
+    """{kernel: microseconds a layer} of the 16 that take longest."""
+    a_layer = {name: sum(times) / calls for name, times in by_name.items()}
+    return dict(sorted(a_layer.items(), key=lambda item: -item[1])[:16])
 
 
 def measure(config, B, weights_us, kernels):
@@ -112,8 +113,6 @@ def measure(config, B, weights_us, kernels):
     times, (pool,) = time_layers(decode_layers(config), [(x, caches)], [inputs], STEPS)
     # Summed here: one matrix kernel serves weights of several sizes, so a median by name says nothing.
     by_name, calls = time_kernels(decode_layers(config), pool, inputs), STEPS * layers
-    if kernels:
-        print_kernels(by_name, calls)
     row = {
         "B": B,
         "layers": layers,
@@ -125,6 +124,8 @@ def measure(config, B, weights_us, kernels):
         "multiply_us": multiply_us(B, config.HV, config.V, config.K),
     }
     row["ratio"] = row["layer_us"] / (row["weights_us"] + row["multiply_us"])
+    if kernels:
+        row["longest_kernels_us"] = longest(by_name, calls)
     row["ratio_matmuls"] = row["layer_us"] / (row["matmuls_us"] + row["multiply_us"])
     return row
 

@@ -103,8 +103,8 @@ def chunk_kda(
     sizes = check(CHUNK_KDA, **arrays, **options)
     dispatch.refuse_what_holds_no_values(CHUNK_KDA, arrays)
     *tensors, pool, slots, sources, cu_seqlens = arrays.values()
-    sharded = {name: x for name, x in arrays.items() if x is not None}
-    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype for x in tensors[:3]], sharded)
+    given = {name: x for name, x in arrays.items() if x is not None}
+    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype for x in tensors[:3]], given)
     out_dtype = jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype)
     if 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
         out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)

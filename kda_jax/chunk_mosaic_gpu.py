@@ -30,13 +30,13 @@ from kda_jax.mosaic import divide, to_memory
 from kda_jax.sequences import owners
 from kda_jax.transforms import unfused
 
-CHUNK = 64
+CHUNK = 64  # the rows of one wgmma
 LEVELS = 6  # halves of 1, 2, 4, .. 32 tokens
 TILE = 32
 ROW_BYTES = 128  # where a copy from shared memory may begin
 STAGES = 3  # chunks in shared memory in the second kernel, the present one included
 ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
-LEAST_DECAY = -185.0  # a log2 of the decay below this is 0 in float32 all the same, and 64 of them fit float16
+LEAST_DECAY = -185.0  # a log2 of the decay below this gives 0 in float32 all the same; -inf times 0 would be NaN
 LOG2_E = 1.4426950408889634
 LAYOUT = plgpu.Layout.WGMMA
 NARROW = jnp.bfloat16
@@ -62,10 +62,10 @@ def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, size
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
     """
     T = sizes.T
-    whole = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
-    if whole != T:
+    length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
+    if length != T:
         q, k, v, log_decay, beta = (
-            jnp.pad(x, [(0, 0), (0, whole - T), *[(0, 0)] * (x.ndim - 2)]) for x in (q, k, v, log_decay, beta)
+            jnp.pad(x, [(0, 0), (0, length - T), *[(0, 0)] * (x.ndim - 2)]) for x in (q, k, v, log_decay, beta)
         )
     chunks, begin, low, high, shown = _plan(cu_seqlens, live, sizes)
     log2_decay = jnp.maximum(log_decay.astype(jnp.float32) * LOG2_E, LEAST_DECAY).astype(jnp.float16)
@@ -81,7 +81,7 @@ def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, size
     if cu_seqlens is not None:  # the tokens before the first sequence and behind the last are sequences too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
     out, after = _walk_chunks(
-        *made, *unfused((start, chunks, begin, low, high)), whole=whole, sizes=sizes, out_dtype=out_dtype
+        *made, *unfused((start, chunks, begin, low, high)), length=length, sizes=sizes, out_dtype=out_dtype
     )
     out, after = unfused((out, after))
     if cu_seqlens is not None:
@@ -243,14 +243,14 @@ def _make_body(refs, *, sizes, scale, normalize):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, whole, sizes, out_dtype):
-    """`(out [B, whole, HV, V], after [sequences, HV, K, V])`."""
+def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, length, sizes, out_dtype):
+    """`(out [B, length, HV, V], after [sequences, HV, K, V])`."""
     HV, K, V = sizes.HV, sizes.K, sizes.V
     sequences = start.shape[0]
     operands = dict(w=w, u=u, scores=scores, q=q, k=k, last=last)
     operands |= dict(start=start, chunks=chunks, begin=begin, low=low, high=high)
     results = dict(
-        out=jax.ShapeDtypeStruct((sizes.B, whole, HV, V), out_dtype),
+        out=jax.ShapeDtypeStruct((sizes.B, length, HV, V), out_dtype),
         after=jax.ShapeDtypeStruct((sequences, HV, K, V), jnp.float32),
     )
     scratch = dict(
@@ -281,8 +281,8 @@ def _walk_body(refs, *, HV, tiles):
     sequence_and_head, tile = divide(block, tiles)
     sequence, head = divide(sequence_and_head, HV)
     columns = pl.ds(tile * TILE, TILE)
-    dense = refs["begin"].shape[1] > 1 or refs["chunks"].shape[0] == 2
-    at, lane = (0, sequence) if dense else (sequence, 0)
+    one_lane_each = refs["chunks"].shape[0] == 2  # dense: all sequences have the same chunks, each in its own lane
+    at, lane = (0, sequence) if one_lane_each else (sequence, 0)
     first = refs["chunks"][at]
     steps = refs["chunks"][at + 1] - first
     loaded, used = refs["loaded"], refs["used"]

@@ -14,7 +14,6 @@ from kda_jax.sequences import owners
 from kda_jax.slots import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
-TOKENS_MULTIPLE = 8  # that the kernels of chunk_kda take as they are
 FEWEST_ROWS = 8  # of a step: a layer's weights times one row took an H200 143 us, as sums, and times 8 rows 40
 
 
@@ -123,10 +122,12 @@ def kda_prefill(
     tokens, slots, cu_seqlens = x.shape[0], as_int32(slots), as_int32(cu_seqlens)
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, state=cache.state)
-    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, operands)
-    if implementation != "xla":  # here, where it costs least: the kernels would pad five wider operands
-        cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into them
-        x = jnp.pad(x, ((0, -tokens % TOKENS_MULTIPLE), (0, 0)))
+    if dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, operands) != "xla":
+        from kda_jax.chunk_mosaic_gpu import ALIGNED
+
+        # Padded here, where it costs least: chunk_kda would pad five wider operands.
+        cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into the padding
+        x = jnp.pad(x, ((0, -tokens % ALIGNED), (0, 0)))
     T = x.shape[0]
     live = jnp.append((slots >= 0) & (slots < sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)

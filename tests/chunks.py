@@ -6,6 +6,7 @@ import numpy as np
 from kda_jax import oracle
 
 H, HV, K, V, S = 2, 4, 32, 24, 6
+DECAY_PATTERNS = ("strong", "strong then weak", "every third", "none at all", "-inf", "-3e38")
 
 
 def operands(B, T, *, N=None, seed=0, dtype="float32", decay=1.0, H=H, HV=HV, K=K, V=V):
@@ -26,3 +27,19 @@ def operands(B, T, *, N=None, seed=0, dtype="float32", decay=1.0, H=H, HV=HV, K=
 def wanted(x, cu_seqlens=None, **options):
     out, state, _ = oracle.update(*(x[name] for name in x), cu_seqlens=cu_seqlens, **options)
     return out, state
+
+
+def set_decays(log_decay, pattern):
+    """Writes one of DECAY_PATTERNS into `[B, T, HV, K]`, T at least 100."""
+    T = np.arange(log_decay.shape[1])
+    if pattern == "strong":
+        log_decay[:] = -50.0
+    elif pattern == "strong then weak":
+        log_decay[:, :32] = -50.0
+        log_decay[:, 70:100] = -900.0
+    elif pattern == "every third":
+        log_decay[:, T % 3 == 0] = -50.0
+    elif pattern == "none at all":
+        log_decay[:] = 0.0
+    else:
+        log_decay[:, T % 20 == 7, :, ::2] = float(pattern)

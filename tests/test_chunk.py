@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunks import HV, K, S, V, operands, wanted
+from chunks import DECAY_PATTERNS, HV, K, S, V, operands, set_decays, wanted
 from support import assert_near, assert_same_bits
 
 import kda_jax
@@ -55,21 +55,10 @@ def test_padded_rows_and_other_slots_stay():
     assert_same_bits(np.asarray(state)[free], x["initial_state"][free])
 
 
-@pytest.mark.parametrize("pattern", ["strong", "strong then weak", "every third", "none at all", "-inf", "-3e38"])
+@pytest.mark.parametrize("pattern", DECAY_PATTERNS)
 def test_strong_decays_neither_overflow_nor_lose_the_answer(pattern):
     x = operands(2, 130, decay=1e-3)
-    g, T = x["log_decay"], np.arange(130)
-    if pattern == "strong":
-        g[:] = -50.0
-    elif pattern == "strong then weak":
-        g[:, :32] = -50.0
-        g[:, 70:100] = -900.0
-    elif pattern == "every third":
-        g[:, T % 3 == 0] = -50.0
-    elif pattern == "none at all":
-        g[:] = 0.0
-    else:
-        g[:, T % 20 == 7, :, ::2] = float(pattern)
+    set_decays(x["log_decay"], pattern)
     check(x)
 
 

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunks import S, operands, wanted
+from chunks import DECAY_PATTERNS, S, operands, set_decays, wanted
 from jax.sharding import PartitionSpec as P
 from support import assert_near, assert_same_bits, lowered_text
 
 import kda_jax
 from kda_contracts import Sizes
 from kda_jax import chunk, chunk_mosaic_gpu
+from kda_jax.transforms import with_transforms_of
 
 LIMIT = 8e-3  # relative: bfloat16 products
 SIZES = [dict(H=2, HV=4, K=128, V=128), dict(H=3, HV=3, K=64, V=64), dict(H=1, HV=2, K=128, V=192)]
@@ -88,21 +89,10 @@ def test_padded_rows_and_other_slots_stay():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pattern", ["strong", "strong then weak", "every third", "none at all", "-inf", "-3e38"])
+@pytest.mark.parametrize("pattern", DECAY_PATTERNS)
 def test_strong_decays_neither_overflow_nor_lose_the_answer(pattern):
     x = narrow(2, 130, decay=1e-3, **SIZES[0])
-    g, T = x["log_decay"], np.arange(130)
-    if pattern == "strong":
-        g[:] = -50.0
-    elif pattern == "strong then weak":
-        g[:, :32] = -50.0
-        g[:, 70:100] = -900.0
-    elif pattern == "every third":
-        g[:, T % 3 == 0] = -50.0
-    elif pattern == "none at all":
-        g[:] = 0.0
-    else:
-        g[:, T % 20 == 7, :, ::2] = float(pattern)
+    set_decays(x["log_decay"], pattern)
     check(x)
 
 
@@ -208,6 +198,20 @@ def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
         assert_near(y, wanted, 1e-2)
         assert_near(after.state, wanted_after.state, 1e-5)
         assert_same_bits(after.conv, wanted_after.conv)
+
+
+def test_a_kernel_has_the_transforms_of_its_plain_form():
+    """Told apart here: the kernel's values are ten times the plain ones."""
+    function = with_transforms_of(lambda x, n, none: (x**3 * n, None), lambda x, n, none: (10 * x**3 * n, None))
+    x, n = jnp.array([1.0, 2.0]), jnp.array([1, 2])
+
+    def value(x, n):
+        return function(x, n.astype(jnp.float32), None)[0]
+
+    assert_same_bits(value(x, n), np.array([10, 160], np.float32))
+    assert_same_bits(jax.vmap(value)(x, n), np.array([1, 16], np.float32))
+    assert_same_bits(jax.grad(lambda x: value(x, n).sum())(x), np.array([3, 24], np.float32))
+    assert_same_bits(jax.jvp(lambda x: value(x, n), (x,), (jnp.ones(2),))[0], np.array([1, 16], np.float32))
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")

@@ -54,13 +54,14 @@ def test_compiles_without_a_gpu(case, tmp_path, monkeypatch):
     assert run.stdout.strip() == "compiled", run.stderr[-2000:]
 
 
-@pytest.mark.parametrize("kept", [None, "/tmp/somewhere"])
-def test_importing_it_leaves_the_cache_of_other_triton_kernels_alone(kept, monkeypatch):
+@pytest.mark.parametrize("is_set", [False, True])
+def test_importing_it_leaves_the_cache_of_other_triton_kernels_alone(is_set, monkeypatch, tmp_path):
     pytest.importorskip("jax_triton")
-    if kept is None:
-        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    kept = tmp_path if is_set else None
+    if is_set:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(kept))
     else:
-        monkeypatch.setenv("TRITON_CACHE_DIR", kept)
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     program = "import os, kda_jax.triton_gpu; print(os.environ.get('TRITON_CACHE_DIR'))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.stdout.strip() == str(kept), run.stderr[-2000:]
