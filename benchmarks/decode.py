@@ -5,6 +5,8 @@ import sys
 
 from kda_jax import bench
 
-parser = argparse.ArgumentParser(description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 bench.add_arguments(parser)
 sys.exit(bench.run(parser.parse_args()))

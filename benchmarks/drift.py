@@ -38,7 +38,9 @@ def drift(steps, memory, implementation="auto", pools=POOLS):
     exact, state = [], first["initial_state"].astype(np.float64)
     for t in range(steps):
         x = {name: array[t] for name, array in per_token.items()}
-        state = oracle.packed_decode(**x, **weights, initial_state=state, ssm_state_indices=slots, **OPTIONS)[1]
+        state = oracle.packed_decode(
+            **x, **weights, initial_state=state, ssm_state_indices=slots, **OPTIONS
+        )[1]
         exact.append(state[slots])
 
     def step(pool, token):
@@ -77,7 +79,13 @@ def plot(results, path):
         for dtype, errors in by_pool.items():
             line = "-" if memory == "long memory" else "--"
             color = "tab:blue" if dtype == "float32" else "tab:orange"
-            axes.loglog(range(1, len(errors) + 1), errors, line, color=color, label=f"{dtype} pool, {memory}")
+            axes.loglog(
+                range(1, len(errors) + 1),
+                errors,
+                line,
+                color=color,
+                label=f"{dtype} pool, {memory}",
+            )
     axes.set_xlabel("decode step")
     axes.set_ylabel("relative error of the state against float64")
     axes.set_title(f"Drift of the pool ({results['device']}, {results['implementation']})")
@@ -87,7 +95,9 @@ def plot(results, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2048)
     parser.add_argument("--implementation", default="auto")
     parser.add_argument("--output", help="JSON file to write")
@@ -100,14 +110,23 @@ def main():
         return
     results: dict = environment(options.commit) | {"steps": options.steps, "sizes": vars(SIZES)}
     x = random_operands(SIZES)
-    results["implementation"] = kda_jax.explain(**x, implementation=options.implementation).implementation
-    results["relative_error"] = {memory: drift(options.steps, memory, options.implementation) for memory in MEMORIES}
+    results["implementation"] = kda_jax.explain(
+        **x, implementation=options.implementation
+    ).implementation
+    results["relative_error"] = {
+        memory: drift(options.steps, memory, options.implementation) for memory in MEMORIES
+    }
     for memory, by_pool in results["relative_error"].items():
         for dtype, errors in by_pool.items():
-            print(f"{memory}, {dtype}: first {errors[0]:.1e}, last {errors[-1]:.1e}, most {max(errors):.1e}")
+            print(
+                f"{memory}, {dtype}: first {errors[0]:.1e}, last {errors[-1]:.1e}, most {max(errors):.1e}"
+            )
     if options.output:
         short = {
-            memory: {dtype: [float(f"{error:.3g}") for error in errors] for dtype, errors in by_pool.items()}
+            memory: {
+                dtype: [float(f"{error:.3g}") for error in errors]
+                for dtype, errors in by_pool.items()
+            }
             for memory, by_pool in results["relative_error"].items()
         }
         Path(options.output).write_text(json.dumps(results | {"relative_error": short}) + "\n")

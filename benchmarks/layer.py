@@ -106,8 +106,12 @@ def longest(by_name, calls):
 
 
 def measure(config, B, weights_us, kernels):
-    layers = min(4, layers_for(weight_bytes(config)))  # each is compiled; those of a tiny config are not cold
-    caches, inputs = map(list, zip(*(layer(config, B, seed) for seed in range(layers)), strict=True))
+    layers = min(
+        4, layers_for(weight_bytes(config))
+    )  # each is compiled; those of a tiny config are not cold
+    caches, inputs = map(
+        list, zip(*(layer(config, B, seed) for seed in range(layers)), strict=True)
+    )
     x = jax.random.normal(jax.random.key(layers), (B, config.D), jnp.bfloat16)
     matmuls, _ = time_layers(multiply_matrices, [jnp.copy(x)], [inputs], STEPS)
     times, (pool,) = time_layers(decode_layers(config), [(x, caches)], [inputs], STEPS)
@@ -131,7 +135,9 @@ def measure(config, B, weights_us, kernels):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--config", default="kimi-linear", choices=tuple(CONFIGS))
     parser.add_argument("--commit", help="the commit, where there is no git")
@@ -139,7 +145,10 @@ def main():
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     config = CONFIGS[options.config]
-    results: dict = environment(options.commit) | {"config": dataclasses.asdict(config), "dtype": "bfloat16"}
+    results: dict = environment(options.commit) | {
+        "config": dataclasses.asdict(config),
+        "dtype": "bfloat16",
+    }
     results |= {"pool_dtype": "float32", "weight_bytes": weight_bytes(config), "rows": []}
     weights_us = multiply_us(results["weight_bytes"] // 4) / 2
     for B in map(int, options.batches.split(",")):

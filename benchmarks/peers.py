@@ -73,7 +73,14 @@ def sglang_op(folder):
 
     def op(pool, x):
         names = ("mixed_qkv", "a", "b", "A_log", "dt_bias")
-        kernel(*(x[name] for name in names), K**-0.5, pool, x["out"], x["slots"], use_qk_l2norm_in_kernel=True)
+        kernel(
+            *(x[name] for name in names),
+            K**-0.5,
+            pool,
+            x["out"],
+            x["slots"],
+            use_qk_l2norm_in_kernel=True,
+        )
 
     return op
 
@@ -127,7 +134,9 @@ def replay_us(op, pools, inputs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", required=True, help="BxHV,...")
     parser.add_argument("--sglang", help="the folder of the installed package sglang")
     parser.add_argument("--output", required=True)
@@ -153,7 +162,9 @@ def main():
         row: dict = {"B": B, "HV": HV, "layers": layers}
         for name, op in ops.items():
             try:
-                row[f"{name}_us"] = replay_us(op, [pool[:B] for pool in pools] if name == "ceiling" else pools, inputs)
+                row[f"{name}_us"] = replay_us(
+                    op, [pool[:B] for pool in pools] if name == "ceiling" else pools, inputs
+                )
             except Exception as error:
                 print(f"{name} at {shape}: {error!r}")
         results["rows"].append(row)

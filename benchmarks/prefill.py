@@ -39,7 +39,14 @@ def operands(T, H, seed=0):
 
 def recurrence(pool, x, log_decay, beta):
     return kda_jax.chunk_kda(
-        x["q"], x["k"], x["v"], log_decay, beta, pool, jnp.zeros(1, jnp.int32), use_qk_l2norm_in_kernel=True
+        x["q"],
+        x["k"],
+        x["v"],
+        log_decay,
+        beta,
+        pool,
+        jnp.zeros(1, jnp.int32),
+        use_qk_l2norm_in_kernel=True,
     )
 
 
@@ -48,7 +55,12 @@ def with_gates(pool, x):
     H = x["A_log"].shape[0]
     a, dt_bias = x["a"].astype(jnp.float32), x["dt_bias"].reshape(1, 1, H, K)
     log_decay, beta = gates.decay_and_beta(
-        a, x["b"].astype(jnp.float32), x["A_log"].reshape(1, 1, H, 1), dt_bias, maths, differentiable=True
+        a,
+        x["b"].astype(jnp.float32),
+        x["A_log"].reshape(1, 1, H, 1),
+        dt_bias,
+        maths,
+        differentiable=True,
     )
     return recurrence(pool, x, log_decay, beta)
 
@@ -70,7 +82,9 @@ def milliseconds(function, pool, *arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--commit", help="the commit, where there is no git")
@@ -78,7 +92,14 @@ def main():
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     H = options.heads
-    results: dict = environment(options.commit) | {"B": 1, "H": H, "K": K, "V": V, "dtype": "bfloat16", "rows": []}
+    results: dict = environment(options.commit) | {
+        "B": 1,
+        "H": H,
+        "K": K,
+        "V": V,
+        "dtype": "bfloat16",
+        "rows": [],
+    }
     for T in map(int, options.lengths.split(",")):
         x, pool = operands(T, H), jnp.zeros((2, H, V, K))
         decay, beta = -jnp.exp(x["a"].astype(jnp.float32)), jax.nn.sigmoid(x["b"])

@@ -9,7 +9,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-COLORS = {"mosaic_gpu": "tab:blue", "triton": "tab:orange", "fla": "tab:gray", "sglang": "tab:green"}
+COLORS = {
+    "mosaic_gpu": "tab:blue",
+    "triton": "tab:orange",
+    "fla": "tab:gray",
+    "sglang": "tab:green",
+}
 
 
 def load(name):
@@ -17,7 +22,11 @@ def load(name):
 
 
 def markdown(head, rows):
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+    return [
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def where(results):
@@ -35,12 +44,25 @@ def decode():
     rows = []
     for row in by_size(ours):
         cells = [f"{row['B']} x {row['HV']}", f"{row['ceiling']['kernel_us']:.1f}"]
-        cells += [f"{row[x]['kernel_us']:.1f} ({row[x]['share_of_ceiling']:.2f})" for x in ("mosaic_gpu", "triton")]
+        cells += [
+            f"{row[x]['kernel_us']:.1f} ({row[x]['share_of_ceiling']:.2f})"
+            for x in ("mosaic_gpu", "triton")
+        ]
         peer, layer_us = by_shape[row["B"], row["HV"]], row["mosaic_gpu"]["layer_us"]
         cells += [f"{layer_us:.1f}"]
-        cells += [f"{peer[key]:.1f} ({peer[key] / layer_us:.2f}x)" for key in ("sglang_us", "fla_us")]
+        cells += [
+            f"{peer[key]:.1f} ({peer[key] / layer_us:.2f}x)" for key in ("sglang_us", "fla_us")
+        ]
         rows.append(cells)
-    head = ["B x HV", "multiply", "`mosaic_gpu`", "`triton`", "a layer: `mosaic_gpu`", "SGLang (Triton)", "FLA"]
+    head = [
+        "B x HV",
+        "multiply",
+        "`mosaic_gpu`",
+        "`triton`",
+        "a layer: `mosaic_gpu`",
+        "SGLang (Triton)",
+        "FLA",
+    ]
     return [
         *markdown(head, rows),
         "",
@@ -60,7 +82,9 @@ def suite():
         f"The suite on that machine, commit {results['commit'][:7]}: {passed}, {results['tests']['failed']} failed."
     ]
     failures = results.get("failures", ())
-    return lines + [f"- {x['tests']} ({x['reason']}); by themselves: {x['alone']}" for x in failures]
+    return lines + [
+        f"- {x['tests']} ({x['reason']}); by themselves: {x['alone']}" for x in failures
+    ]
 
 
 def shares(name):
@@ -71,19 +95,31 @@ def shares(name):
     for row in by_size(results):
         cells = (f"{row[x]['kernel_us']:.1f} ({row[x]['share_of_ceiling']:.2f})" for x in names)
         rows.append([f"{row['B']} x {row['HV']}", f"{row['ceiling']['kernel_us']:.1f}", *cells])
-    return [*markdown(["B x HV", "multiply", *(f"`{x}`" for x in names)], rows), "", f"Microseconds, {where(results)}."]
+    return [
+        *markdown(["B x HV", "multiply", *(f"`{x}`" for x in names)], rows),
+        "",
+        f"Microseconds, {where(results)}.",
+    ]
 
 
 def update():
     """Several tokens in one call."""
     results = load("update")
-    times = {(row["implementation"], row["intermediate"], row["T"]): row["kernel_us"] for row in results["rows"]}
+    times = {
+        (row["implementation"], row["intermediate"], row["T"]): row["kernel_us"]
+        for row in results["rows"]
+    }
     tokens = sorted({T for _, _, T in times})
     rows = []
     for name, intermediate in dict.fromkeys(key[:2] for key in times):
         one = times[name, False, 1]
-        cells = (f"{times[name, intermediate, T]:.1f} ({times[name, intermediate, T] / one:.2f}x)" for T in tokens)
-        rows.append([f"`{name}`", "all returned" if intermediate else "the last is written", *cells])
+        cells = (
+            f"{times[name, intermediate, T]:.1f} ({times[name, intermediate, T] / one:.2f}x)"
+            for T in tokens
+        )
+        rows.append(
+            [f"`{name}`", "all returned" if intermediate else "the last is written", *cells]
+        )
     return [
         *markdown(["implementation", "states", *(f"T = {T}" for T in tokens)], rows),
         "",
@@ -98,9 +134,18 @@ def layer():
     results = load("layer")
     rows = []
     for row in results["rows"]:
-        cells = [str(row["B"])] + [f"{row[key]:.1f}" for key in ("layer_us", "matmuls_us", "weights_us", "multiply_us")]
+        cells = [str(row["B"])] + [
+            f"{row[key]:.1f}" for key in ("layer_us", "matmuls_us", "weights_us", "multiply_us")
+        ]
         rows.append([*cells, f"{row['ratio']:.2f}x"])
-    head = ["B", "a layer", "its products alone", "reading its weights", "multiply", "layer / (weights + multiply)"]
+    head = [
+        "B",
+        "a layer",
+        "its products alone",
+        "reading its weights",
+        "multiply",
+        "layer / (weights + multiply)",
+    ]
     config = results["config"]
     return [
         *markdown(head, rows),
@@ -116,7 +161,12 @@ def prefill():
     """chunk_kda over one long sequence."""
     results = load("prefill")
     rows = [
-        [str(row["T"]), f"{row['recurrence_ms']:.2f}", f"{row['gates_ms']:.2f}", f"{row['peak_bytes'] / 2**30:.1f}"]
+        [
+            str(row["T"]),
+            f"{row['recurrence_ms']:.2f}",
+            f"{row['gates_ms']:.2f}",
+            f"{row['peak_bytes'] / 2**30:.1f}",
+        ]
         for row in results["rows"]
     ]
     return [
@@ -136,7 +186,9 @@ def sharded():
         size = f"T = {row['T']}" if "T" in row else f"B = {row['B']}"
         times = [f"{row[key]:.0f}" for key in ("one_us", "sharded_us")]
         cut = cuts[row["mesh"].partition("=")[0]]
-        rows.append([row["what"], f"{size}, HV = {row['HV']}", cut, *times, f"{row['scaling']:.2f}x"])
+        rows.append(
+            [row["what"], f"{size}, HV = {row['HV']}", cut, *times, f"{row['scaling']:.2f}x"]
+        )
     head = ["what", "size", "cut over the GPUs", "one GPU", f"{results['devices']} GPUs", "faster"]
     return [
         *markdown(head, rows),
@@ -166,7 +218,12 @@ def filled(text):
         begin, name, end = found.group(1), found.group(2), found.group(3)
         return begin + "\n".join(TABLES[name]()) + "\n" + end
 
-    return re.sub(r"(<!-- figures (\w+): made by .*? -->\n).*?(<!-- end of figures -->)", table, text, flags=re.S)
+    return re.sub(
+        r"(<!-- figures (\w+): made by .*? -->\n).*?(<!-- end of figures -->)",
+        table,
+        text,
+        flags=re.S,
+    )
 
 
 def plot_share(path):
@@ -182,7 +239,13 @@ def plot_share(path):
     rows = sorted(ours["rows"], key=lambda row: row["B"] * row["HV"])
     sizes = [row["B"] * row["HV"] for row in rows]
     for name in ("mosaic_gpu", "triton"):
-        axes.semilogx(sizes, [row[name]["share_of_ceiling"] for row in rows], "o-", color=COLORS[name], label=name)
+        axes.semilogx(
+            sizes,
+            [row[name]["share_of_ceiling"] for row in rows],
+            "o-",
+            color=COLORS[name],
+            label=name,
+        )
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylim(0, 1.05)
     axes.set_xlabel("states in the call (B x HV), each 64 KB")

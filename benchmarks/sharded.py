@@ -78,7 +78,11 @@ def cuts_of(n):
     def cut(heads=None, rows=None, **axes):
         devices = jax.devices()[: int(np.prod([*axes.values()]))]
         types = (AxisType.Auto,) * len(axes)
-        return Cut(jax.make_mesh((*axes.values(),), (*axes,), devices=devices, axis_types=types), heads, rows)
+        return Cut(
+            jax.make_mesh((*axes.values(),), (*axes,), devices=devices, axis_types=types),
+            heads,
+            rows,
+        )
 
     cuts = [cut("tp", tp=n), cut(None, "dp", dp=n)]
     halves = [1, 2] if n == 2 else [2] if n % 2 == 0 else [n]
@@ -97,11 +101,15 @@ def shaped(cut, tree, specs):
 
 
 def put(cut, tree, specs):
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(cut.mesh, spec)), tree, specs)
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(cut.mesh, spec)), tree, specs
+    )
 
 
 def zeros(cut, tree, specs):
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shaped(cut, tree, specs))
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shaped(cut, tree, specs)
+    )
 
 
 def random(shapes, seed, dtype=None):
@@ -136,13 +144,17 @@ def recurrence_step(cut):
         slots = x["ssm_state_indices"]
         if cut.rows:
             slots = sharding.local_slots(slots, jax.lax.axis_index(cut.rows), pool.shape[0])
-        return kda_jax.packed_decode(**x | dict(ssm_state_indices=slots), initial_state=pool, **OPTIONS)
+        return kda_jax.packed_decode(
+            **x | dict(ssm_state_indices=slots), initial_state=pool, **OPTIONS
+        )
 
     if cut.heads is cut.rows is None:
         return step
     operands, results = sharding.packed_decode_specs(cut.heads, cut.rows)
     pool = operands.pop("initial_state")
-    return jax.shard_map(step, mesh=cut.mesh, in_specs=(pool, operands), out_specs=results, check_vma=False)
+    return jax.shard_map(
+        step, mesh=cut.mesh, in_specs=(pool, operands), out_specs=results, check_vma=False
+    )
 
 
 def put_operands(cut, x, config):
@@ -153,7 +165,9 @@ def put_operands(cut, x, config):
 
 def layer_step(cut, config, params, *, prefill=False):
     if cut.heads is cut.rows is None:
-        return functools.partial(kda_jax.kda_prefill if prefill else kda_jax.kda_decode, config=config)
+        return functools.partial(
+            kda_jax.kda_prefill if prefill else kda_jax.kda_decode, config=config
+        )
     over_mesh = sharding.sharded_prefill if prefill else sharding.sharded_decode
     return over_mesh(cut.mesh, config, params, heads=cut.heads, rows=cut.rows)
 
@@ -169,7 +183,9 @@ def config_of(name, n, quick):
     model = MODELS[name]
     D, heads, K = (32, 2 * n, 32) if quick else (model.hidden_size, model.heads, HEAD_DIMENSION)
     rank = None if model.output_gate == "g_proj.weight" else K
-    return kda_jax.KDAConfig(D=D, H=heads, HV=heads, K=K, V=K, lower_bound=model.lower_bound, gate_rank=rank)
+    return kda_jax.KDAConfig(
+        D=D, H=heads, HV=heads, K=K, V=K, lower_bound=model.lower_bound, gate_rank=rank
+    )
 
 
 def program(report, what, cut, step, *operands, donated, all_reduces=None, pools=0, **options):
@@ -188,9 +204,15 @@ def program(report, what, cut, step, *operands, donated, all_reduces=None, pools
     sizes["aliased"] = memory.alias_size_in_bytes  # pyrefly: ignore[missing-attribute]
     report.add("collectives", what=what, mesh=str(cut), **counts, **sizes)
     if any(counts[name] for name in FORBIDDEN) or all_reduces not in (None, counts["all-reduce"]):
-        raise SystemExit(f"{what}, {cut}: wrong collectives (all-reduces wanted: {all_reduces}): {counts}")
+        raise SystemExit(
+            f"{what}, {cut}: wrong collectives (all-reduces wanted: {all_reduces}): {counts}"
+        )
     # XLA's gather holds the live states, so the limit is one for the kernels.
-    held = pools and jax.default_backend() == "gpu" and sizes["temporaries"] > TEMPORARIES * share / pools
+    held = (
+        pools
+        and jax.default_backend() == "gpu"
+        and sizes["temporaries"] > TEMPORARIES * share / pools
+    )
     if sizes["aliased"] < share or held:
         report.add("faults", what=what, mesh=str(cut), **sizes)
     return compiled, counts["all-reduce"]
@@ -205,7 +227,9 @@ def agree(report, what, cut, got, wanted, limit):
     right = error <= limit and (limit > 0 or got.tobytes() == wanted.tobytes())
     report.add("equal", what=what, mesh=str(cut), error=error, limit=limit, equal=right)
     if not right:
-        raise SystemExit(f"{what}, {cut}: not what one device gives, error {error:.1e}, limit {limit:.0e}")
+        raise SystemExit(
+            f"{what}, {cut}: not what one device gives, error {error:.1e}, limit {limit:.0e}"
+        )
 
 
 def compare(report, what, one, cuts, run, limit):
@@ -219,7 +243,9 @@ def compare(report, what, one, cuts, run, limit):
 def compare_recurrence(report, one, cuts, n):
     sizes = Sizes(B=2 * n, H=2 * n, HV=4 * n, K=32, V=16, S=4 * n)
     config = kda_jax.KDAConfig(D=1, H=sizes.H, HV=sizes.HV, K=sizes.K, V=sizes.V)
-    x = random_operands(sizes, dtype="float32") | dict(ssm_state_indices=own_slots(sizes.B, sizes.S, n))
+    x = random_operands(sizes, dtype="float32") | dict(
+        ssm_state_indices=own_slots(sizes.B, sizes.S, n)
+    )
     x["ssm_state_indices"][1] = -1
 
     def run(cut):
@@ -234,7 +260,11 @@ def compare_recurrence(report, one, cuts, n):
 
 def compare_layer(report, one, cuts, n, *, prefill):
     config = kda_jax.KDAConfig(D=48, H=2 * n, HV=4 * n, K=32, V=16, gate_rank=16)
-    what, lengths, slots = "prefill" if prefill else "decode", np.tile(LENGTHS, n), own_slots(2 * n, 4 * n, n)
+    what, lengths, slots = (
+        "prefill" if prefill else "decode",
+        np.tile(LENGTHS, n),
+        own_slots(2 * n, 4 * n, n),
+    )
     slots[1] = -1
     x = jax.ShapeDtypeStruct((sum(LENGTHS) * n if prefill else 2 * n, config.D), jnp.float32)
     params, cache, x = random((*layer_shapes(config, 4 * n), x), 1, jnp.float32)
@@ -243,7 +273,10 @@ def compare_layer(report, one, cuts, n, *, prefill):
         own, pools = sharding.place(params, cache, cut.mesh, config, heads=cut.heads, rows=cut.rows)
         operands = own, put(cut, x, P(cut.rows, None)), pools, put(cut, slots, P(cut.rows))
         operands += (boundaries(cut, lengths),) if prefill else ()
-        step, sums = layer_step(cut, config, params, prefill=prefill), int(cut.shards(cut.heads) > 1)
+        step, sums = (
+            layer_step(cut, config, params, prefill=prefill),
+            int(cut.shards(cut.heads) > 1),
+        )
         compiled, _ = program(report, what, cut, step, *operands, donated=2, all_reduces=sums)
         y, after = compiled(*operands)
         conv = sharding.join_packed(np.asarray(after.conv), cut.shards(cut.heads), config, axis=1)
@@ -256,7 +289,10 @@ def check_memory(report, cuts, n, quick):
     """One decode step over a pool as a server has it: compiled only, so the pool need not exist."""
     config, B = config_of("kimi-linear-48b", n, quick), n * -(-64 // n)
     params, pools = layer_shapes(config, 1024 * n)
-    x, slots = jax.ShapeDtypeStruct((B, config.D), jnp.bfloat16), jax.ShapeDtypeStruct((B,), jnp.int32)
+    x, slots = (
+        jax.ShapeDtypeStruct((B, config.D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((B,), jnp.int32),
+    )
     for cut in cuts:
         if config.HV % cut.shards(cut.heads):
             continue
@@ -284,7 +320,9 @@ def layer_us(report, what, cut, step, carry, inputs, *, steps, repeats=(5, 3), p
 
     shards = jax.tree.map(lambda x: x.sharding, carry)
     what = f"{what}, looped"
-    compiled, sums = program(report, what, cut, loop, carry, inputs, donated=0, pools=pools, out_shardings=shards)
+    compiled, sums = program(
+        report, what, cut, loop, carry, inputs, donated=0, pools=pools, out_shardings=shards
+    )
     carry, seconds = jax.block_until_ready(compiled(carry, inputs)), []
     for _ in range(repeats[0]):
         start = time.perf_counter()
@@ -306,7 +344,9 @@ def scale(report, what, one, cuts, build, *, quick, steps, **sizes):
     for cut in cuts:
         if sizes["HV"] % cut.shards(cut.heads) == 0:
             us, sums = layer_us(report, what, cut, *build(cut), **options)
-            row = dict(what=what, mesh=str(cut), **sizes, one_us=one_us, sharded_us=us, scaling=one_us / us)
+            row = dict(
+                what=what, mesh=str(cut), **sizes, one_us=one_us, sharded_us=us, scaling=one_us / us
+            )
             report.add("rows", **row, all_reduces=sums)
 
 
@@ -315,17 +355,30 @@ def scale_recurrence(report, one, cuts, n, quick, layers=2):
     B = n * -(-(2 if quick else 256) // n)
     S = B + n * max(B // n // 4, 1)
     config = kda_jax.KDAConfig(D=1, H=HV, HV=HV, K=K, V=K)
-    operands = [random_operands(Sizes(B=B, H=HV, HV=HV, K=K, V=K, S=1), seed=layer) for layer in range(layers)]
+    operands = [
+        random_operands(Sizes(B=B, H=HV, HV=HV, K=K, V=K, S=1), seed=layer)
+        for layer in range(layers)
+    ]
     for layer, x in enumerate(operands):
         del x["initial_state"]
         x["ssm_state_indices"] = own_slots(B, S, n, seed=layer)
-    shapes = jax.ShapeDtypeStruct((B, 1, HV, K), jnp.bfloat16), jax.ShapeDtypeStruct((S, HV, K, K), jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct((B, 1, HV, K), jnp.bfloat16),
+        jax.ShapeDtypeStruct((S, HV, K, K), jnp.float32),
+    )
 
     def build(cut):
-        recurrence, (_, specs) = recurrence_step(cut), sharding.packed_decode_specs(cut.heads, cut.rows)
+        recurrence, (_, specs) = (
+            recurrence_step(cut),
+            sharding.packed_decode_specs(cut.heads, cut.rows),
+        )
         pools = [zeros(cut, shapes[1], specs[1]) for _ in operands]
         inputs = [put_operands(cut, x, config) for x in operands]
-        return lambda _, pool, x: recurrence(pool, x), (zeros(cut, shapes[0], specs[0]), pools), inputs
+        return (
+            lambda _, pool, x: recurrence(pool, x),
+            (zeros(cut, shapes[0], specs[0]), pools),
+            inputs,
+        )
 
     scale(report, "recurrence", one, cuts, build, quick=quick, steps=8, B=B, HV=HV, layers=layers)
 
@@ -334,7 +387,10 @@ def scale_layer(report, name, one, cuts, n, quick, *, B=0, T=0):
     """Decode of B rows, or prefill of one sequence of T tokens; y and a constant are the next layer's x."""
     config = config_of(name, n, quick)
     weights, cache = layer_shapes(config, 16 * B or 4)
-    touched = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)) + B * config.HV * config.V * config.K * 4
+    touched = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+        + B * config.HV * config.V * config.K * 4
+    )
     layers = 1 if T or quick else layers_for(touched / n)
     params = [jax.tree.map(jnp.asarray, random(weights, layer)) for layer in range(layers)]
     x = random(jax.ShapeDtypeStruct((B or T, config.D), jnp.bfloat16), layers)
@@ -348,22 +404,44 @@ def scale_layer(report, name, one, cuts, n, quick, *, B=0, T=0):
             return x_0 + y, cache
 
         def inputs(layer):
-            own = put(cut, params[layer], sharding.params_specs(weights, cut.heads)), put(cut, x, P(cut.rows, None))
+            own = (
+                put(cut, params[layer], sharding.params_specs(weights, cut.heads)),
+                put(cut, x, P(cut.rows, None)),
+            )
             if T:
                 return *own, put(cut, np.zeros(1, np.int32), P()), boundaries(cut, [T])
             return *own, put(cut, own_slots(B, 16 * B, n, seed=layer), P(cut.rows))
 
         caches = [zeros(cut, cache, sharding.cache_specs(cut.heads, cut.rows)) for _ in params]
-        return step, (zeros(cut, x, P(cut.rows, None)), caches), [inputs(layer) for layer in range(layers)]
+        return (
+            step,
+            (zeros(cut, x, P(cut.rows, None)), caches),
+            [inputs(layer) for layer in range(layers)],
+        )
 
     what, sizes = f"{'prefill' if T else 'decode'} {name}", dict(T=T) if T else dict(B=B)
     steps = 2 if T else 20
-    scale(report, what, one, cuts, build, quick=quick, steps=steps, **sizes, HV=config.HV, layers=layers)
+    scale(
+        report,
+        what,
+        one,
+        cuts,
+        build,
+        quick=quick,
+        steps=steps,
+        **sizes,
+        HV=config.HV,
+        layers=layers,
+    )
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=len(jax.devices()), help="how many (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices", type=int, default=len(jax.devices()), help="how many (default: all)"
+    )
     parser.add_argument("--quick", action="store_true", help="toy sizes, on any backend")
     parser.add_argument("--commit", help="the commit, where there is no git")
     parser.add_argument("--output", help="JSON file to write")
@@ -380,15 +458,24 @@ def main(arguments=None):
     compare_layer(report, one, cuts, n, prefill=True)
     check_memory(report, cuts[:2], n, quick)
     if not on_gpu:
-        print("the backend is no GPU: times mean nothing" + ("" if quick else ", and none are taken"))
+        print(
+            "the backend is no GPU: times mean nothing" + ("" if quick else ", and none are taken")
+        )
     if on_gpu or quick:
         scale_recurrence(report, one, cuts[:2], n, quick)
-        decodes = (("kimi-linear-48b", 64), ("kimi-linear-48b", 256), ("kimi-k3", 64), ("kimi-k3", 256))
+        decodes = (
+            ("kimi-linear-48b", 64),
+            ("kimi-linear-48b", 256),
+            ("kimi-k3", 64),
+            ("kimi-k3", 256),
+        )
         for name, B in (("kimi-k3", 4),) if quick else decodes:
             scale_layer(report, name, one, cuts[:2], n, quick, B=n * -(-B // n))
         scale_layer(report, "kimi-linear-48b", one, cuts[:1], n, quick, T=128 if quick else 8192)
     if faults := results.get("faults"):
-        raise SystemExit(f"{len(faults)} programs copy their pools, or hold too much beside them: see faults")
+        raise SystemExit(
+            f"{len(faults)} programs copy their pools, or hold too much beside them: see faults"
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,10 @@ def layer(T, seed):
 def measure(T, implementation, intermediate, layers, steps):
     def op(pool, x):
         out, pool, *states = kda_jax.fused_sigmoid_gating_kda_update(
-            **x, initial_state_source=pool, intermediate_states=intermediate, implementation=implementation
+            **x,
+            initial_state_source=pool,
+            intermediate_states=intermediate,
+            implementation=implementation,
         )
         return (out, states), pool
 
@@ -56,7 +59,9 @@ def measure(T, implementation, intermediate, layers, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--implementations", default="mosaic_gpu,triton")
     parser.add_argument("--commit", help="the commit, where there is no git")
     parser.add_argument("--output", required=True)
@@ -79,7 +84,12 @@ def main():
         for intermediate in (False, True):
             for T in TOKENS:
                 kernel_us = measure(T, name, intermediate, layers, steps)
-                row = {"implementation": name, "T": T, "intermediate": intermediate, "kernel_us": kernel_us}
+                row = {
+                    "implementation": name,
+                    "T": T,
+                    "intermediate": intermediate,
+                    "kernel_us": kernel_us,
+                }
                 row["extra_us_at_ceiling"] = T / 2 * ceiling.kernel_us if intermediate else 0.0
                 results["rows"].append(row)
                 print(row, flush=True)

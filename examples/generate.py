@@ -48,7 +48,9 @@ def init_model(key, config=CONFIG):
         for i in range(LAYERS)
     ]
     words = jax.random.normal(keys[-1], (2, VOCABULARY, config.D))
-    return dict(embedding=words[0], head=words[1] * 4 * scale, norm=jnp.ones(config.D), layers=layers)
+    return dict(
+        embedding=words[0], head=words[1] * 4 * scale, norm=jnp.ones(config.D), layers=layers
+    )
 
 
 def rms_norm(x, weight):
@@ -83,7 +85,10 @@ def prefill(model, tokens, caches, slots, cu_seqlens):
 def decode(model, tokens, caches, slots):
     """Logits `[B, vocabulary]` behind one token a row."""
     return forward(
-        model, tokens, caches, lambda params, x, cache: kda_jax.kda_decode(params, x, cache, slots, config=CONFIG)
+        model,
+        tokens,
+        caches,
+        lambda params, x, cache: kda_jax.kda_decode(params, x, cache, slots, config=CONFIG),
     )
 
 
@@ -107,14 +112,18 @@ def generate(model, requests, *, slots, temperature, prompt_tokens=256):
     """
     longest = max(len(request.prompt) for request in requests)
     if longest > prompt_tokens:
-        raise ValueError(f"a prompt of {longest} tokens does not fit into a prefill of {prompt_tokens}")
+        raise ValueError(
+            f"a prompt of {longest} tokens does not fit into a prefill of {prompt_tokens}"
+        )
     caches = [kda_jax.init_cache(CONFIG, slots, conv_dtype=jnp.float32) for _ in model["layers"]]
     waiting, running, done, decoded = deque(requests), {}, {}, 0
     start = time.perf_counter()
     while waiting or running:
         joining, used = [], 0
         free = [slot for slot in range(slots) if slot not in running]
-        while waiting and len(joining) < len(free) and used + len(waiting[0].prompt) <= prompt_tokens:
+        while (
+            waiting and len(joining) < len(free) and used + len(waiting[0].prompt) <= prompt_tokens
+        ):
             joining.append(waiting.popleft())
             used += len(joining[-1].prompt)
         if joining:
@@ -126,12 +135,16 @@ def generate(model, requests, *, slots, temperature, prompt_tokens=256):
             logits, caches = prefill(model, tokens, caches, taken, bounds)
             append(joining, choose(logits, *numbers_of(joining, slots), temperature))
             running |= dict(zip(free, joining, strict=False))
-        for slot in [slot for slot, request in running.items() if len(request.tokens) >= request.new_tokens]:
+        for slot in [
+            slot for slot, request in running.items() if len(request.tokens) >= request.new_tokens
+        ]:
             request = running.pop(slot)
             done[request.number] = request.tokens
         if running:
             batch = list(running.values())
-            tokens = np.array([request.tokens[-1] for request in batch] + [0] * (slots - len(batch)), np.int32)
+            tokens = np.array(
+                [request.tokens[-1] for request in batch] + [0] * (slots - len(batch)), np.int32
+            )
             logits, caches = decode(model, tokens, caches, kda_jax.pad_slots(list(running), slots))
             append(batch, choose(logits, *numbers_of(batch, slots), temperature))
             decoded += len(batch)
@@ -141,7 +154,10 @@ def generate(model, requests, *, slots, temperature, prompt_tokens=256):
 def numbers_of(requests, rows):
     """Numbers and steps of the requests, filled up to the compiled batch."""
     rest = [0] * (rows - len(requests))
-    numbers = [request.number for request in requests], [len(request.tokens) for request in requests]
+    numbers = (
+        [request.number for request in requests],
+        [len(request.tokens) for request in requests],
+    )
     return tuple(np.array([*x, *rest], np.int32) for x in numbers)
 
 
@@ -152,7 +168,10 @@ def append(requests, tokens):
 
 def make_requests(count, new_tokens, seed=0):
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, 40, count), rng.integers(max(1, new_tokens // 2), new_tokens + 1, count)
+    lengths = (
+        rng.integers(3, 40, count),
+        rng.integers(max(1, new_tokens // 2), new_tokens + 1, count),
+    )
     return [
         Request(number, rng.integers(0, VOCABULARY, length).tolist(), int(new))
         for number, (length, new) in enumerate(zip(*lengths, strict=True))
@@ -176,12 +195,18 @@ def load(path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token; above: drawn")
-    parser.add_argument("--weights", help="an .npz file that --save wrote; random weights otherwise")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0: the likeliest token; above: drawn"
+    )
+    parser.add_argument(
+        "--weights", help="an .npz file that --save wrote; random weights otherwise"
+    )
     parser.add_argument("--save", help="write the weights there")
     options = parser.parse_args(arguments)
     model = load(options.weights) if options.weights else init_model(jax.random.key(0))

@@ -26,10 +26,40 @@ from kda_jax.synthetic import random_operands
 from kda_jax.timing import COLD_BYTES, layers_for, time_layers
 
 K = V = 128
-STATE_LIMIT = {"float32": 2e-6, "bfloat16": 2e-3, "float16": 3e-4}  # relative, with the pool's own rounding
+STATE_LIMIT = {
+    "float32": 2e-6,
+    "bfloat16": 2e-3,
+    "float16": 3e-4,
+}  # relative, with the pool's own rounding
 GRID = (
-    *("1x3", "1x12", "1x32", "1x96", "4x32", "8x4", "8x12", "8x32", "8x96", "16x32", "32x3", "32x12", "32x32"),
-    *("64x12", "64x32", "64x64", "128x12", "128x32", "128x96", "256x12", "256x32", "256x64", "512x32", "512x96"),
+    *(
+        "1x3",
+        "1x12",
+        "1x32",
+        "1x96",
+        "4x32",
+        "8x4",
+        "8x12",
+        "8x32",
+        "8x96",
+        "16x32",
+        "32x3",
+        "32x12",
+        "32x32",
+    ),
+    *(
+        "64x12",
+        "64x32",
+        "64x64",
+        "128x12",
+        "128x32",
+        "128x96",
+        "256x12",
+        "256x32",
+        "256x64",
+        "512x32",
+        "512x96",
+    ),
 )
 OPTIONS = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
 
@@ -38,7 +68,9 @@ def packed_decode(implementation):
     """The op as the timing loop calls it."""
 
     def op(pool, inputs):
-        return kda_jax.packed_decode(**inputs, initial_state=pool, implementation=implementation, **OPTIONS)
+        return kda_jax.packed_decode(
+            **inputs, initial_state=pool, implementation=implementation, **OPTIONS
+        )
 
     return op
 
@@ -53,10 +85,15 @@ def check(op, HV, pool_dtype):
     x = random_operands(Sizes(B=3, H=HV, HV=HV, K=K, V=V, S=5), pool_dtype=pool_dtype)
     expected_out, expected = oracle.packed_decode(**x, **OPTIONS)
     out, state = jax.jit(op)(x.pop("initial_state"), x)
-    for got, wanted, limit in ((out, expected_out, 4e-3), (state, expected, STATE_LIMIT[pool_dtype])):
+    for got, wanted, limit in (
+        (out, expected_out, 4e-3),
+        (state, expected, STATE_LIMIT[pool_dtype]),
+    ):
         error = np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
         if not error <= limit:
-            raise SystemExit(f"wrong answer, relative error {error:.1e} > {limit:.0e}: nothing is timed")
+            raise SystemExit(
+                f"wrong answer, relative error {error:.1e} > {limit:.0e}: nothing is timed"
+            )
 
 
 def layers_of(B, HV, pool_dtype, layers, ordered=False):
@@ -80,11 +117,16 @@ def measure(B, HV, pool_dtype, implementations, ordered=False) -> dict:
     live_bytes = 2 * B * HV * V * K * itemsize
     layers = layers_for(live_bytes // 2)
     steps = max(16, min(40, 1500 // layers))
-    arrays = [jax.random.normal(jax.random.key(i), (B, HV, V, K * itemsize // 4)) for i in range(layers)]
+    arrays = [
+        jax.random.normal(jax.random.key(i), (B, HV, V, K * itemsize // 4)) for i in range(layers)
+    ]
     ceiling, _ = time_layers(multiply, arrays, [None] * layers, steps)
     del arrays
     row: dict = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes}
-    row |= {"cold": layers * live_bytes / 2 >= COLD_BYTES / 2, "ceiling": _entry(ceiling, live_bytes)}
+    row |= {
+        "cold": layers * live_bytes / 2 >= COLD_BYTES / 2,
+        "ceiling": _entry(ceiling, live_bytes),
+    }
     pools, inputs = layers_of(B, HV, pool_dtype, layers, ordered)
     for name in implementations:
         times, pools = time_layers(packed_decode(name), pools, inputs, steps)
@@ -123,7 +165,9 @@ def compile_seconds(implementation="auto"):
 
         def step(pools, x):
             return [
-                kda_jax.packed_decode(**x, initial_state=pool, implementation=implementation, **OPTIONS)
+                kda_jax.packed_decode(
+                    **x, initial_state=pool, implementation=implementation, **OPTIONS
+                )
                 for pool in pools
             ]
 
@@ -134,10 +178,16 @@ def compile_seconds(implementation="auto"):
 
 
 def add_arguments(parser):
-    parser.add_argument("--shapes", default=",".join(GRID), help="BxHV,... (default: the whole grid)")
+    parser.add_argument(
+        "--shapes", default=",".join(GRID), help="BxHV,... (default: the whole grid)"
+    )
     parser.add_argument("--pool-dtype", default="float32", choices=tuple(STATE_LIMIT))
     parser.add_argument("--ordered", action="store_true", help="rows in the order of their slots")
-    parser.add_argument("--implementations", default="mosaic_gpu,triton,xla", help="those that cannot run are left out")
+    parser.add_argument(
+        "--implementations",
+        default="mosaic_gpu,triton,xla",
+        help="those that cannot run are left out",
+    )
     parser.add_argument("--output", help="JSON file to write")
     parser.add_argument("--commit", help="the commit, where there is no git")
 
@@ -145,8 +195,13 @@ def add_arguments(parser):
 def run(options):
     """Measures every shape, prints a row each, and writes the JSON file."""
     if jax.default_backend() != "gpu":
-        raise ValueError("these times mean something on a GPU only, and the default backend is not one")
-    results: dict = environment(options.commit) | {"pool_dtype": options.pool_dtype, "ordered": options.ordered}
+        raise ValueError(
+            "these times mean something on a GPU only, and the default backend is not one"
+        )
+    results: dict = environment(options.commit) | {
+        "pool_dtype": options.pool_dtype,
+        "ordered": options.ordered,
+    }
     results |= {"K": K, "V": V, "rows": []}
     names = options.implementations.split(",")
     if unknown := set(names) - set(dispatch.IMPLEMENTATIONS):
@@ -157,19 +212,28 @@ def run(options):
     for name in names:
         check(packed_decode(name), 4, options.pool_dtype)
     results["compile_seconds"] = {name: compile_seconds(name) for name in names}
-    print(f"{results['device']}, JAX {results['jax']}, pool {options.pool_dtype}; us per call, (share of the ceiling)")
+    print(
+        f"{results['device']}, JAX {results['jax']}, pool {options.pool_dtype}; us per call, (share of the ceiling)"
+    )
     print(f"{'B x HV':>9} {'ceiling':>9}  " + "  ".join(f"{name:>19}" for name in names))
     for shape in options.shapes.split(","):
         B, HV = map(int, shape.split("x"))
         row = measure(B, HV, options.pool_dtype, names, options.ordered)
         results["rows"].append(row)
-        cells = (f"{row[name]['kernel_us']:11.2f} ({row[name]['share_of_ceiling']:.3f})" for name in names)
+        cells = (
+            f"{row[name]['kernel_us']:11.2f} ({row[name]['share_of_ceiling']:.3f})"
+            for name in names
+        )
         ceiling = row["ceiling"]["kernel_us"]
-        print(f"{shape:>9} {ceiling:9.2f}  " + "  ".join(f"{cell:>19}" for cell in cells), flush=True)
+        print(
+            f"{shape:>9} {ceiling:9.2f}  " + "  ".join(f"{cell:>19}" for cell in cells), flush=True
+        )
         if options.output:
             with open(options.output, "w") as file:
                 json.dump(results, file, indent=1)
                 file.write("\n")
     for name, seconds in results["compile_seconds"].items():
-        print(f"lower and compile, {name}: 1 layer {seconds[1]:.2f} s, 69 layers {seconds[69]:.2f} s")
+        print(
+            f"lower and compile, {name}: 1 layer {seconds[1]:.2f} s, 69 layers {seconds[69]:.2f} s"
+        )
     return 0

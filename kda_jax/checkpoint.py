@@ -90,7 +90,9 @@ def load_layer(path, layer, *, rank=0, ranks=1, dtype=None) -> tuple[KDAConfig, 
     return config, layers[layer]
 
 
-def load_layers(path, *, rank=0, ranks=1, dtype=None, progress=True) -> tuple[KDAConfig, dict[int, KDAParams]]:
+def load_layers(
+    path, *, rank=0, ranks=1, dtype=None, progress=True
+) -> tuple[KDAConfig, dict[int, KDAParams]]:
     """All KDA layers of a checkpoint.
 
     Args:
@@ -140,7 +142,8 @@ def check_values(path, *, tp=1, every=False, progress=True) -> CheckpointReport:
     report = check_checkpoint(path, tp=tp)
     with _opened(path) as file_of:
         layers = [
-            _judge_values(file_of, layer, report.sizes, every) for layer in _shown(report.layers, "judging", progress)
+            _judge_values(file_of, layer, report.sizes, every)
+            for layer in _shown(report.layers, "judging", progress)
         ]
     return dataclasses.replace(report, layers=tuple(layers))
 
@@ -176,7 +179,9 @@ def _chosen(report, wanted):
     for one, other in itertools.pairwise(layers):  # they are sorted
         if one.index == other.index:
             names = f"{one.prefix} and {other.prefix}"
-            raise ContractError(f"{report.path}: two layers have the number {one.index}: {printable(names)}")
+            raise ContractError(
+                f"{report.path}: two layers have the number {one.index}: {printable(names)}"
+            )
     return layers
 
 
@@ -186,7 +191,9 @@ def _opened(path):
     try:
         from safetensors import SafetensorError, safe_open  # an extra
     except ImportError as error:
-        raise ImportError("reading weights needs safetensors: pip install 'kda-jax[checkpoint]'") from error
+        raise ImportError(
+            "reading weights needs safetensors: pip install 'kda-jax[checkpoint]'"
+        ) from error
     files = find_tensors(path)
     with ExitStack() as stack:
 
@@ -206,7 +213,9 @@ def _read_layer(file_of, layer, sizes, rank, ranks, dtype):
         field, how = FIELDS[tensor.name]
         name = f"{layer.prefix}.{tensor.name}"
         part = _read_part(file_of(name), name, tensor, how, sizes, rank, ranks)
-        fields[field] = jnp.asarray(part, part.dtype if how == "normalize" or dtype is None else dtype)
+        fields[field] = jnp.asarray(
+            part, part.dtype if how == "normalize" or dtype is None else dtype
+        )
     return KDAParams(**fields)
 
 
@@ -257,7 +266,11 @@ def _judge_values(file_of, layer, sizes, every):
 def _value_fault(file, name, tensor, normalized, sizes):
     """What is wrong with one tensor's values, or None."""
     try:
-        blocks = [_normalized(file, name, tensor, sizes)] if normalized else _blocks(file.get_slice(name))
+        blocks = (
+            [_normalized(file, name, tensor, sizes)]
+            if normalized
+            else _blocks(file.get_slice(name))
+        )
     except ContractError as error:  # the tail of a padded A_log
         message, _, cure = str(error).partition(". ")
         return Fault(tensor.name, message.replace(f"`{tensor.name}`", f"`{name}`"), cure)

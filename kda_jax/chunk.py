@@ -29,7 +29,9 @@ from kda_jax.transforms import ref_must_be_mapped, with_transforms_of
 CHUNK = 64
 BLOCK = 16
 UNROLL = 4  # chunks a turn of the loop
-MOST_DECAY = -1e4  # a log decay below this is 0 all the same, and whole numbers of 64 of them are exact in float32
+MOST_DECAY = (
+    -1e4
+)  # a log decay below this is 0 all the same, and whole numbers of 64 of them are exact in float32
 
 
 def chunk_kda(
@@ -97,14 +99,22 @@ def chunk_kda(
     >>> out.ravel().round(4).tolist(), state[0, 0].round(4).tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
-    arrays = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots)
-    arrays = dispatch.without_layout(arrays | dict(source_indices=source_indices, cu_seqlens=cu_seqlens))
-    options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out_dtype=out_dtype)
+    arrays = dict(
+        q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots
+    )
+    arrays = dispatch.without_layout(
+        arrays | dict(source_indices=source_indices, cu_seqlens=cu_seqlens)
+    )
+    options = dict(
+        scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out_dtype=out_dtype
+    )
     sizes = check(CHUNK_KDA, **arrays, **options)
     dispatch.refuse_what_holds_no_values(CHUNK_KDA, arrays)
     *tensors, pool, slots, sources, cu_seqlens = arrays.values()
     given = {name: x for name, x in arrays.items() if x is not None}
-    implementation = dispatch.choose_prefill(implementation, sizes, [x.dtype for x in tensors[:3]], given)
+    implementation = dispatch.choose_prefill(
+        implementation, sizes, [x.dtype for x in tensors[:3]], given
+    )
     out_dtype = jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype)
     if 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
         out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)
@@ -123,7 +133,9 @@ def chunk_kda(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "out_dtype", "implementation"))
+@functools.partial(
+    jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "out_dtype", "implementation")
+)
 def kda_chunk(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -150,7 +162,9 @@ def kda_chunk(
         slots = ref_must_be_mapped(pool, slots, q, k, v, log_decay, beta, *others)
     live = (slots >= 0) & (slots < S)
     sources = jnp.where(live, slots if sources is None else sources, S)
-    sources = jnp.where((sources >= 0) & (sources < S), sources, S)  # on the high side: a negative index would wrap
+    sources = jnp.where(
+        (sources >= 0) & (sources < S), sources, S
+    )  # on the high side: a negative index would wrap
     start = state.at[sources].get(mode="fill", fill_value=0).astype(jnp.float32)
 
     options = dict(sizes=sizes, scale=scale, use_qk_l2norm=use_qk_l2norm, out_dtype=out_dtype)
@@ -172,7 +186,9 @@ def kda_chunk(
     return out, state
 
 
-def _chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype):
+def _chunks_and_states(
+    q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype
+):
     """`(out [B, T, HV, V], after [N, HV, V, K])` in XLA.
 
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
@@ -200,13 +216,17 @@ def _chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, siz
             at = begin[token_owner] + jnp.arange(T, dtype=jnp.int32)
             out = out.reshape(-1, HV, sizes.V).at[at].get(mode="clip")
             shown = jnp.append(live, False)[token_owner]
-            return jnp.where(shown[:, None, None], out, jnp.zeros((), out_dtype)).reshape(B, T, HV, sizes.V)
+            return jnp.where(shown[:, None, None], out, jnp.zeros((), out_dtype)).reshape(
+                B, T, HV, sizes.V
+            )
 
     if use_qk_l2norm:
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
     q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(scale), k))
     out, after = _chunks(q, k, v, log_decay, beta, start, resets, precision)
-    return at_their_tokens(jnp.moveaxis(out.astype(out_dtype), 2, 3)), after  # from [n, lanes, CHUNK, HV, V]
+    return at_their_tokens(
+        jnp.moveaxis(out.astype(out_dtype), 2, 3)
+    ), after  # from [n, lanes, CHUNK, HV, V]
 
 
 def _rows_in_chunks(x, n, live):
@@ -228,7 +248,9 @@ def _sequences_in_chunks(cu_seqlens, T, live):
     N = live.shape[0]
     n = T // CHUNK + N
     lengths = jnp.maximum(cu_seqlens[1:] - cu_seqlens[:-1], 0)
-    chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum((lengths + CHUNK - 1) // CHUNK, dtype=jnp.int32)])
+    chunks = jnp.concatenate(
+        [jnp.zeros(1, jnp.int32), jnp.cumsum((lengths + CHUNK - 1) // CHUNK, dtype=jnp.int32)]
+    )
     owner = owners(chunks, n)  # N for a chunk behind the last sequence
     number = jnp.arange(n, dtype=jnp.int32) - chunks[owner]
     ends = jnp.append(cu_seqlens[1:], 0)
@@ -241,7 +263,9 @@ def _sequences_in_chunks(cu_seqlens, T, live):
 def _gathered_in_chunks(x, take, inside):
     """`[B, T, heads, ...]` as float32 `[n, lanes, heads, CHUNK, ...]`, zeros where no token is."""
     flat = x.reshape(-1, *x.shape[2:])
-    x = jnp.where(inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), flat[take], jnp.zeros((), x.dtype))
+    x = jnp.where(
+        inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), flat[take], jnp.zeros((), x.dtype)
+    )
     return jnp.moveaxis(x.astype(jnp.float32), 3, 2)
 
 
@@ -263,9 +287,13 @@ def _chunks(q, k, v, log_decay, beta, start, resets, precision):
         last, erased, added = change
         return state * last[:, :, None] + (added - product("lhvk,lhkj->lhvj", state, erased))
 
-    unroll = UNROLL if isinstance(q.shape[0], int) else 1  # a symbolic number of chunks is compared with nothing
+    unroll = (
+        UNROLL if isinstance(q.shape[0], int) else 1
+    )  # a symbolic number of chunks is compared with nothing
     if resets is None:
-        after, states = jax.lax.scan(lambda state, x: (advance(state, x), state), start, changes, unroll=unroll)
+        after, states = jax.lax.scan(
+            lambda state, x: (advance(state, x), state), start, changes, unroll=unroll
+        )
     else:
         chunks, owner = resets
         first = jnp.arange(owner.shape[0], dtype=jnp.int32) == chunks[owner]
@@ -280,10 +308,14 @@ def _chunks(q, k, v, log_decay, beta, start, resets, precision):
         ends = jnp.maximum(chunks[1:] - 1, 0)
         after = advance(states[ends, 0], [change[ends, 0] for change in changes])
     new = u - product("nlhik,nlhvk->nlhiv", w, states)
-    return product("nlhik,nlhvk->nlhiv", q, states) + product("nlhij,nlhjv->nlhiv", scores, new), after
+    return product("nlhik,nlhvk->nlhiv", q, states) + product(
+        "nlhij,nlhjv->nlhiv", scores, new
+    ), after
 
 
-@functools.partial(jax.checkpoint, static_argnums=(5,))  # the blocks' differences are not kept for the derivative
+@functools.partial(
+    jax.checkpoint, static_argnums=(5,)
+)  # the blocks' differences are not kept for the derivative
 def _within(q, k, v, log_decay, beta, precision):
     """`(w, u, scores, q exp(G), k exp(G_last - G), exp(G_last))` of every chunk."""
     G = _sums(log_decay)
@@ -312,7 +344,9 @@ def _inverse(A):
         inverse = eye - _small_product(block, inverse)
     while size < CHUNK:
         upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        product = _small_product if size < BLOCK else functools.partial(jnp.matmul, precision="highest")
+        product = (
+            _small_product if size < BLOCK else functools.partial(jnp.matmul, precision="highest")
+        )
         corner = -product(product(lower, _diagonal(A, size, 1)), upper)
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
         inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
@@ -325,7 +359,9 @@ def _diagonal(A, size, below):
     count = CHUNK // size
     rows = A.reshape(*A.shape[:-2], count, size, CHUNK)
     which = range(1, count, 2) if below else range(count)
-    return jnp.stack([rows[..., i, :, (i - below) * size : (i - below + 1) * size] for i in which], axis=-3)
+    return jnp.stack(
+        [rows[..., i, :, (i - below) * size : (i - below + 1) * size] for i in which], axis=-3
+    )
 
 
 def _small_product(x, y):
@@ -340,14 +376,21 @@ def _pairs(xs, k, G, precision):
     border = tuple(y[..., BLOCK - 1 : early : BLOCK, None, :] for y in G)
     since = _exp(_minus(tuple(y[..., 1:, :, :] for y in map(_in_blocks, G)), border))
     until = sum(_minus(border, tuple(y[..., None, :early, :] for y in G)))
-    until = k[..., None, :early, :] * jnp.exp(jnp.minimum(until, 0))  # above 0 only where the result is of no use
+    until = k[..., None, :early, :] * jnp.exp(
+        jnp.minimum(until, 0)
+    )  # above 0 only where the result is of no use
     block = jnp.arange(CHUNK) // BLOCK
     same_block = (block[:, None] == block[None]).reshape((1,) * len(lead) + (CHUNK, CHUNK))
     pairs = []
     for x in xs:
         # Behind a barrier of its own: else XLA writes out what both sums read, or takes a minute over them, in Triton.
         near = _pairs_within_blocks(*jax.lax.optimization_barrier((x, k, G)))
-        far = jnp.einsum("...bik,...bjk->...bij", _in_blocks(x)[..., 1:, :, :] * since, until, precision=precision)
+        far = jnp.einsum(
+            "...bik,...bjk->...bij",
+            _in_blocks(x)[..., 1:, :, :] * since,
+            until,
+            precision=precision,
+        )
         far = far.reshape(*lead, early, early)
         far = jnp.pad(far, [(0, 0)] * len(lead) + [(BLOCK, 0), (0, BLOCK)])
         pairs.append(jnp.where(same_block, jnp.tile(near, CHUNK // BLOCK), far))
@@ -357,7 +400,9 @@ def _pairs(xs, k, G, precision):
 def _pairs_within_blocks(x, k, G):
     """`[..., CHUNK, BLOCK]`: the same for i and j of one block, channel by channel."""
     x, k, *G = map(_in_blocks, (x, k, *G))
-    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool)).reshape((1,) * (k.ndim - 2) + (BLOCK, BLOCK, 1))
+    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool)).reshape(
+        (1,) * (k.ndim - 2) + (BLOCK, BLOCK, 1)
+    )
     apart = sum(_minus(*(tuple(jnp.expand_dims(y, axis) for y in G) for axis in (-2, -3))))
     decayed = k[..., None, :, :] * jnp.exp(jnp.where(causal, apart, -jnp.inf))
     near = (x[..., :, None, :] * decayed).sum(-1)

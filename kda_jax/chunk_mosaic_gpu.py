@@ -36,7 +36,9 @@ TILE = 32
 ROW_BYTES = 128  # where a copy from shared memory may begin
 STAGES = 3  # chunks in shared memory in the second kernel, the present one included
 ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
-LEAST_DECAY = -185.0  # a log2 of the decay below this gives 0 in float32 all the same; -inf times 0 would be NaN
+LEAST_DECAY = (
+    -185.0
+)  # a log2 of the decay below this gives 0 in float32 all the same; -inf times 0 would be NaN
 LOG2_E = 1.4426950408889634
 LAYOUT = plgpu.Layout.WGMMA
 NARROW = jnp.bfloat16
@@ -56,7 +58,9 @@ def unsupported(sizes: Sizes, dtypes) -> str | None:
     return None
 
 
-def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype):
+def chunks_and_states(
+    q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype
+):
     """`(out [B, T, HV, V], after [N, HV, V, K])` of operands as `chunk_kda` takes them.
 
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
@@ -65,23 +69,37 @@ def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, size
     length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
     if length != T:
         q, k, v, log_decay, beta = (
-            jnp.pad(x, [(0, 0), (0, length - T), *[(0, 0)] * (x.ndim - 2)]) for x in (q, k, v, log_decay, beta)
+            jnp.pad(x, [(0, 0), (0, length - T), *[(0, 0)] * (x.ndim - 2)])
+            for x in (q, k, v, log_decay, beta)
         )
     chunks, begin, low, high, shown = _plan(cu_seqlens, live, sizes)
-    log2_decay = jnp.maximum(log_decay.astype(jnp.float32) * LOG2_E, LEAST_DECAY).astype(jnp.float16)
+    log2_decay = jnp.maximum(log_decay.astype(jnp.float32) * LOG2_E, LEAST_DECAY).astype(
+        jnp.float16
+    )
     token = begin[..., None] + jnp.arange(CHUNK, dtype=jnp.int32)[None, None]  # [n, lanes, CHUNK]
     inside = (token >= (begin + low)[..., None]) & (token < (begin + shown)[..., None])
     lane = jnp.arange(begin.shape[1], dtype=jnp.int32)[None, :, None]
-    beta = jnp.where(inside[..., None], beta.at[lane, token].get(mode="clip").astype(jnp.float32), 0)
+    beta = jnp.where(
+        inside[..., None], beta.at[lane, token].get(mode="clip").astype(jnp.float32), 0
+    )
     beta = jnp.swapaxes(beta, 2, 3)  # [n, lanes, HV, CHUNK]
     made = _make_chunks(
-        *unfused((q, k, v, log2_decay, beta, begin, low, shown)), sizes=sizes, scale=scale, normalize=use_qk_l2norm
+        *unfused((q, k, v, log2_decay, beta, begin, low, shown)),
+        sizes=sizes,
+        scale=scale,
+        normalize=use_qk_l2norm,
     )
     start = jnp.swapaxes(start, 2, 3)
-    if cu_seqlens is not None:  # the tokens before the first sequence and behind the last are sequences too
+    if (
+        cu_seqlens is not None
+    ):  # the tokens before the first sequence and behind the last are sequences too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
     out, after = _walk_chunks(
-        *made, *unfused((start, chunks, begin, low, high)), length=length, sizes=sizes, out_dtype=out_dtype
+        *made,
+        *unfused((start, chunks, begin, low, high)),
+        length=length,
+        sizes=sizes,
+        out_dtype=out_dtype,
     )
     out, after = unfused((out, after))
     if cu_seqlens is not None:
@@ -102,8 +120,16 @@ def _plan(cu_seqlens, live, sizes):
         n = -(-T // CHUNK)
         begin = jnp.arange(n, dtype=i32)[:, None] * CHUNK + jnp.zeros((1, sizes.B), i32)
         high = jnp.minimum(T - begin, CHUNK)
-        return jnp.array([0, n], i32), begin, jnp.zeros_like(begin), high, jnp.where(live[None], high, 0)
-    bounds = lax.cummax(jnp.clip(cu_seqlens, 0, T))  # chunks are counted: whatever it holds, there is room for them
+        return (
+            jnp.array([0, n], i32),
+            begin,
+            jnp.zeros_like(begin),
+            high,
+            jnp.where(live[None], high, 0),
+        )
+    bounds = lax.cummax(
+        jnp.clip(cu_seqlens, 0, T)
+    )  # chunks are counted: whatever it holds, there is room for them
     bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
     live = jnp.pad(live, 1)
     sequences = live.shape[0]
@@ -116,7 +142,9 @@ def _plan(cu_seqlens, live, sizes):
     begin = aligned[owner] + (jnp.arange(n, dtype=i32) - chunks[owner]) * CHUNK
     low = jnp.clip(starts[owner] - begin, 0, CHUNK)
     high = jnp.clip(ends[owner] - begin, 0, CHUNK)
-    begin = jnp.minimum(begin, T // ALIGNED * ALIGNED)  # of a chunk behind the last: it is computed, and not used
+    begin = jnp.minimum(
+        begin, T // ALIGNED * ALIGNED
+    )  # of a chunk behind the last: it is computed, and not used
     return chunks, *(x[:, None] for x in (begin, low, high, jnp.where(live[owner], high, 0)))
 
 
@@ -126,7 +154,10 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, 
     HV, K, V = sizes.HV, sizes.K, sizes.V
     operands = dict(q=q, k=k, v=v, decay=log2_decay, beta=beta, begin=begin, low=low, shown=shown)
     widths = dict(w_out=K, u_out=V, scores_out=CHUNK, q_out=K, k_out=K)
-    results = {name: jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, width), NARROW) for name, width in widths.items()}
+    results = {
+        name: jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, width), NARROW)
+        for name, width in widths.items()
+    }
     results["last_out"] = jax.ShapeDtypeStruct((n, lanes, HV, K), jnp.float32)
     scratch = dict(
         q_s=_shared(CHUNK, K),
@@ -143,7 +174,9 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, 
     def body(**refs):
         _make_body(refs, sizes=sizes, scale=scale, normalize=normalize)
 
-    return _launch(body, operands, results, scratch, blocks=n * lanes * HV, name="kda_prefill_chunks")
+    return _launch(
+        body, operands, results, scratch, blocks=n * lanes * HV, name="kda_prefill_chunks"
+    )
 
 
 def _make_body(refs, *, sizes, scale, normalize):
@@ -159,7 +192,9 @@ def _make_body(refs, *, sizes, scale, normalize):
     begin = pl.multiple_of(refs["begin"][chunk, lane], ALIGNED)
     low, shown = refs["low"][chunk, lane], refs["shown"][chunk, lane]
     for name, at in (("q", group), ("k", group), ("v", head), ("decay", head)):
-        plgpu.copy_gmem_to_smem(refs[name].at[lane, pl.ds(begin, CHUNK), at], refs[name + "_s"], refs["loaded"])
+        plgpu.copy_gmem_to_smem(
+            refs[name].at[lane, pl.ds(begin, CHUNK), at], refs[name + "_s"], refs["loaded"]
+        )
     plgpu.barrier_wait(refs["loaded"])
 
     @pl.when((low > 0) | (shown < CHUNK))
@@ -196,7 +231,9 @@ def _make_body(refs, *, sizes, scale, normalize):
     beta_of_rows = -_load(beta, LAYOUT.reduce(1))
     corner_s = queries_s.at[:, pl.ds(0, CHUNK)]  # free once its product is done
 
-    def level(number, carry):  # a loop: unrolled, half of the time (1.1 ms of 8192 tokens) went into fetching code
+    def level(
+        number, carry
+    ):  # a loop: unrolled, half of the time (1.1 ms of 8192 tokens) went into fetching code
         scores, inverse = carry
         half = lax.shift_left(jnp.int32(1), number.astype(jnp.int32))
         middle = (rows & -(2 * half)) + half
@@ -208,7 +245,9 @@ def _make_body(refs, *, sizes, scale, normalize):
         square_s[...] = inverse.astype(NARROW)
         plgpu.commit_smem()
         transposed = keys_s.transpose((1, 0))
-        k_k, q_k = _products((keys_s, transposed, _zeros(CHUNK)), (queries_s, transposed, _zeros(CHUNK)))
+        k_k, q_k = _products(
+            (keys_s, transposed, _zeros(CHUNK)), (queries_s, transposed, _zeros(CHUNK))
+        )
         pairs = ((row ^ col) >= half) & ((row ^ col) < 2 * half) & (row > col)
         scores = jnp.where(pairs, q_k, scores)
         below = jnp.where(pairs, k_k * along(beta_of_rows, CHUNK, 0), 0.0)
@@ -231,7 +270,9 @@ def _make_body(refs, *, sizes, scale, normalize):
         sums(rows + 1, jnp.full_like(rows, CHUNK - 1)),
         (decay_s.transpose((1, 0)), ones_s, plgpu.layout_cast(jnp.zeros((K, CHUNK), f32), LAYOUT)),
     )
-    to_memory(refs["last_out"].at[chunk, lane, head], jnp.exp2(totals.max(1)))  # its columns are all the same
+    to_memory(
+        refs["last_out"].at[chunk, lane, head], jnp.exp2(totals.max(1))
+    )  # its columns are all the same
     k_s[...] = (_load(k_s).astype(f32) * jnp.exp2(until)).astype(NARROW)
     plgpu.commit_smem()
     w, u = _products((inverse, keys_s, _zeros(K)), (inverse, v_s, _zeros(V)))
@@ -243,7 +284,9 @@ def _make_body(refs, *, sizes, scale, normalize):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, length, sizes, out_dtype):
+def _walk_chunks(
+    w, u, scores, q, k, last, start, chunks, begin, low, high, *, length, sizes, out_dtype
+):
     """`(out [B, length, HV, V], after [sequences, HV, K, V])`."""
     HV, K, V = sizes.HV, sizes.K, sizes.V
     sequences = start.shape[0]
@@ -263,7 +306,9 @@ def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, l
         state_s=plgpu.SMEM((K, TILE), NARROW),
         new_s=plgpu.SMEM((CHUNK, TILE), NARROW),
         out_s=plgpu.SMEM((CHUNK, TILE), out_dtype, transforms=()),
-        rows_s=plgpu.SMEM((CHUNK, ROW_BYTES // jnp.dtype(out_dtype).itemsize), out_dtype, transforms=()),
+        rows_s=plgpu.SMEM(
+            (CHUNK, ROW_BYTES // jnp.dtype(out_dtype).itemsize), out_dtype, transforms=()
+        ),
         loaded=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
         used=plgpu.Barrier(num_barriers=STAGES),
     )
@@ -272,7 +317,13 @@ def _walk_chunks(w, u, scores, q, k, last, start, chunks, begin, low, high, *, l
         _walk_body(refs, HV=HV, tiles=V // TILE)
 
     return _launch(
-        body, operands, results, scratch, blocks=sequences * HV * (V // TILE), name="kda_prefill_states", warpgroups=2
+        body,
+        operands,
+        results,
+        scratch,
+        blocks=sequences * HV * (V // TILE),
+        name="kda_prefill_states",
+        warpgroups=2,
     )
 
 
@@ -281,7 +332,9 @@ def _walk_body(refs, *, HV, tiles):
     sequence_and_head, tile = divide(block, tiles)
     sequence, head = divide(sequence_and_head, HV)
     columns = pl.ds(tile * TILE, TILE)
-    one_lane_each = refs["chunks"].shape[0] == 2  # dense: all sequences have the same chunks, each in its own lane
+    one_lane_each = (
+        refs["chunks"].shape[0] == 2
+    )  # dense: all sequences have the same chunks, each in its own lane
     at, lane = (0, sequence) if one_lane_each else (sequence, 0)
     first = refs["chunks"][at]
     steps = refs["chunks"][at + 1] - first
@@ -301,7 +354,9 @@ def _walk_body(refs, *, HV, tiles):
 
 
 def _walk(refs, sequence, lane, head, columns, first, steps):
-    out, state_s, new_s, out_s, rows_s = (refs[name] for name in ("out", "state_s", "new_s", "out_s", "rows_s"))
+    out, state_s, new_s, out_s, rows_s = (
+        refs[name] for name in ("out", "state_s", "new_s", "out_s", "rows_s")
+    )
 
     def advance(step, state):
         chunk, stage = first + step, lax.rem(step, jnp.int32(STAGES))
@@ -357,13 +412,17 @@ def _launch(body, operands, results, scratch, *, blocks, name, warpgroups=1):
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
         kernel_name=name,  # what profilers show
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
     )(*operands.values())
 
 
 def _shared(*shape, dtype=NARROW):
     """Shared memory of rows of 128 bytes and more as wgmma reads it; left to layout inference, it takes minutes."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    )
 
 
 def _products(*operands):

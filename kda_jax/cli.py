@@ -16,12 +16,16 @@ from kda_jax.synthetic import MODELS, model_sizes
 
 def main(arguments=None):
     """Runs one command and returns its exit code: 0, or 1 where a check failed."""
-    parser = argparse.ArgumentParser(prog="kda-jax", description="Kimi Delta Attention decode for JAX.")
+    parser = argparse.ArgumentParser(
+        prog="kda-jax", description="Kimi Delta Attention decode for JAX."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_explain(commands)
     _add_check(commands)
-    parser_of_bench = commands.add_parser("bench", help="time the kernels on a GPU against an in-place multiply")
+    parser_of_bench = commands.add_parser(
+        "bench", help="time the kernels on a GPU against an in-place multiply"
+    )
     bench.add_arguments(parser_of_bench)
     parser_of_bench.set_defaults(run=bench.run)
     options = parser.parse_args(arguments)
@@ -32,33 +36,58 @@ def main(arguments=None):
 
 
 def _add_demo(commands):
-    parser = commands.add_parser("demo", help="decode a batch on a real model's shapes, check it and time it")
+    parser = commands.add_parser(
+        "demo", help="decode a batch on a real model's shapes, check it and time it"
+    )
     _add_model(parser)
-    parser.add_argument("--checkpoint", help="take the weights and the gate from this checkpoint's first KDA layer")
-    parser.add_argument("--steps", type=_positive, default=16, help="tokens to decode (default: 16)")
-    parser.add_argument("--implementation", default="auto", choices=("auto", *dispatch.IMPLEMENTATIONS))
-    parser.add_argument("--json", action="store_true", help="print one flat JSON object instead of the table")
+    parser.add_argument(
+        "--checkpoint", help="take the weights and the gate from this checkpoint's first KDA layer"
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=16, help="tokens to decode (default: 16)"
+    )
+    parser.add_argument(
+        "--implementation", default="auto", choices=("auto", *dispatch.IMPLEMENTATIONS)
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one flat JSON object instead of the table"
+    )
     parser.set_defaults(run=_demo)
 
 
 def _add_explain(commands):
-    parser = commands.add_parser("explain", help="tell which implementation would run a shape, and why not the others")
+    parser = commands.add_parser(
+        "explain", help="tell which implementation would run a shape, and why not the others"
+    )
     _add_model(parser)
     for letter in ("H", "HV", "K", "V", "S"):
         parser.add_argument(f"--{letter}", type=_positive, help=f"{letter} in place of the model's")
-    parser.add_argument("--pool-dtype", default="float32", choices=PACKED_DECODE.by_name["initial_state"].dtypes)
+    parser.add_argument(
+        "--pool-dtype", default="float32", choices=PACKED_DECODE.by_name["initial_state"].dtypes
+    )
     parser.set_defaults(run=_explain)
 
 
 def _add_check(commands):
     parser = add_check(commands, _judge)
-    parser.add_argument("--values", action="store_true", help="read every weight of those layers: all must be finite")
+    parser.add_argument(
+        "--values",
+        action="store_true",
+        help="read every weight of those layers: all must be finite",
+    )
 
 
 def _add_model(parser):
     parser.add_argument("--model", default="kimi-linear-48b", choices=tuple(MODELS))
-    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks; one of them runs (default: 1)")
-    parser.add_argument("--batch", type=_positive, default=8, help="rows, the last one padded (default: 8)")
+    parser.add_argument(
+        "--tp",
+        type=_positive,
+        default=1,
+        help="tensor-parallel ranks; one of them runs (default: 1)",
+    )
+    parser.add_argument(
+        "--batch", type=_positive, default=8, help="rows, the last one padded (default: 8)"
+    )
 
 
 def _positive(text):
@@ -82,11 +111,18 @@ def _demo(options):
 
 
 def _explain(options):
-    sizes = vars(model_sizes(options.model, tp=options.tp, batch=options.batch, slots=2 * options.batch + 1))
-    letters = Sizes(**sizes | {x: getattr(options, x) for x in ("H", "HV", "K", "V", "S") if getattr(options, x)})
+    sizes = vars(
+        model_sizes(options.model, tp=options.tp, batch=options.batch, slots=2 * options.batch + 1)
+    )
+    letters = Sizes(
+        **sizes
+        | {x: getattr(options, x) for x in ("H", "HV", "K", "V", "S") if getattr(options, x)}
+    )
     dtypes = {"ssm_state_indices": "int32", "initial_state": options.pool_dtype}
     shapes = {
-        operand.name: jax.ShapeDtypeStruct(operand.shape(vars(letters)), dtypes.get(operand.name, "bfloat16"))
+        operand.name: jax.ShapeDtypeStruct(
+            operand.shape(vars(letters)), dtypes.get(operand.name, "bfloat16")
+        )
         for operand in PACKED_DECODE.operands
         if operand.required
     }

@@ -49,7 +49,8 @@ def _decode(x, weight, pool, slots):
     # Tap by tap, each an array over the channels: a GPU makes all of them, and y, in one loop.
     taps = [*(past[:, :, tap] for tap in range(weight.shape[1] - 1)), x]
     y = sum(
-        tap.astype(jnp.float32) * column[None] for tap, column in zip(taps, weight.astype(jnp.float32).T, strict=True)
+        tap.astype(jnp.float32) * column[None]
+        for tap, column in zip(taps, weight.astype(jnp.float32).T, strict=True)
     )
     y = _silu(y).astype(x.dtype)
     y, *newest = jax.lax.optimization_barrier((y, *(tap.astype(state.dtype) for tap in taps[1:])))
@@ -111,17 +112,23 @@ def _prefill(x, weight, pool, slots, cu_seqlens, sources):
     for back in range(W):
         shifted = jnp.pad(x, ((back, 0), (0, 0)))[:T].astype(f32)
         y = y + jnp.where((position >= back)[:, None], shifted, 0) * weights[None, :, W - 1 - back]
-    for first in range(W - 1):  # what the slot's inputs give to token number `first` of each sequence
+    for first in range(
+        W - 1
+    ):  # what the slot's inputs give to token number `first` of each sequence
         carried = (past[:, :, first:].astype(f32) * weights[None, :, : W - 1 - first]).sum(-1)
         token = jnp.where(length > first, start + first, T)
         y = y.at[token].add(carried, mode="drop")
     y = jnp.where(held, _silu(y), 0).astype(x.dtype)
 
     # The last W-1 inputs of each sequence, from x where it is long enough, else from the slot.
-    at = length[:, None] - (W - 1) + jnp.arange(W - 1, dtype=length.dtype)[None]  # [N, W-1], negative: in the slot
+    at = (
+        length[:, None] - (W - 1) + jnp.arange(W - 1, dtype=length.dtype)[None]
+    )  # [N, W-1], negative: in the slot
     from_x = x.at[jnp.clip(start[:, None] + at, 0, max(T - 1, 0))].get(mode="fill", fill_value=0)
     from_slot = jnp.take_along_axis(past, jnp.clip(at + W - 1, 0, W - 2)[:, None], axis=2)
-    window = jnp.where((at >= 0)[:, None], jnp.swapaxes(from_x, 1, 2).astype(state.dtype), from_slot)
+    window = jnp.where(
+        (at >= 0)[:, None], jnp.swapaxes(from_x, 1, 2).astype(state.dtype), from_slot
+    )
     state = state.at[jnp.where(live & (length > 0), slots, S)].set(window, mode="drop")
     if is_ref(pool):
         pool[...] = state

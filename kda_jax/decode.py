@@ -100,7 +100,9 @@ def packed_decode(
         )
     )
     options = dict(scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
-    sizes = check(PACKED_DECODE, **arrays, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+    sizes = check(
+        PACKED_DECODE, **arrays, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options
+    )
     dispatch.refuse_what_holds_no_values(PACKED_DECODE, arrays)
     chosen = dispatch.choose(implementation, sizes, initial_state)
     out_dtype = jnp.dtype(arrays["mixed_qkv"].dtype if out_dtype is None else out_dtype)

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kda_jax
-from kda_contracts import ContractError, Sizes, check_checkpoint, find_tensors, normalize_A_log, normalize_dt_bias
+from kda_contracts import (
+    ContractError,
+    Sizes,
+    check_checkpoint,
+    find_tensors,
+    normalize_A_log,
+    normalize_dt_bias,
+)
 from kda_contracts.cli import text as checkpoint_text
 from kda_jax import oracle
 from kda_jax.synthetic import HEAD_DIMENSION, MODELS, model_sizes, random_operands, write_layer
@@ -72,16 +79,34 @@ def made_up_layer(model) -> LayerWeights:
     if importlib.util.find_spec("safetensors"):
         with tempfile.TemporaryDirectory() as folder:
             write_layer(folder, model)
-            return dataclasses.replace(read_layer(folder), source=f"random, through a checkpoint of {model}'s shapes")
+            return dataclasses.replace(
+                read_layer(folder), source=f"random, through a checkpoint of {model}'s shapes"
+            )
     heads = MODELS[model].heads
     x = random_operands(model_sizes(model, tp=1, batch=1, slots=1))
     where = "random; the extra `checkpoint` would take them through a file"
     return LayerWeights(
-        heads, heads, HEAD_DIMENSION, HEAD_DIMENSION, x["A_log"], x["dt_bias"], MODELS[model].lower_bound, where
+        heads,
+        heads,
+        HEAD_DIMENSION,
+        HEAD_DIMENSION,
+        x["A_log"],
+        x["dt_bias"],
+        MODELS[model].lower_bound,
+        where,
     )
 
 
-def run(*, model="kimi-linear-48b", checkpoint=None, tp=1, batch=8, steps=16, implementation="auto", seed=0):
+def run(
+    *,
+    model="kimi-linear-48b",
+    checkpoint=None,
+    tp=1,
+    batch=8,
+    steps=16,
+    implementation="auto",
+    seed=0,
+):
     """Decodes `steps` tokens for `batch` rows, the last one padded where there are two, and returns one flat dict.
 
     Weights and gate come from the first KDA layer of `checkpoint`, if one is given, else from `model`'s shapes. The
@@ -132,13 +157,17 @@ def run(*, model="kimi-linear-48b", checkpoint=None, tp=1, batch=8, steps=16, im
         "tp": tp,
         "device": why.device,
         "implementation": why.implementation,
-        "reasons": "; ".join(f"not {name}: {reason}" for name, reason in why.reasons.items() if reason),
+        "reasons": "; ".join(
+            f"not {name}: {reason}" for name, reason in why.reasons.items() if reason
+        ),
         "gate": "softplus" if lower_bound is None else f"safe, lower_bound {lower_bound}",
         **vars(sizes),
         "live_rows": live.size,
         "steps": steps,
         **_errors(operands, per_token, weights, options, live, outs, after),
-        "untouched": bool((after[rest] == operands["initial_state"][rest]).all() and not outs[:, slots < 0].any()),
+        "untouched": bool(
+            (after[rest] == operands["initial_state"][rest]).all() and not outs[:, slots < 0].any()
+        ),
         "us_per_step": us_per_step,
         "bytes_per_second": 2 * after[touched].nbytes / (us_per_step * 1e-6),
         "jax": jax.__version__,
@@ -188,7 +217,9 @@ def report(result):
     """The result as the table that `kda-jax demo` prints."""
     sizes = ", ".join(f"{letter}={result[letter]}" for letter in ("B", "H", "HV", "K", "V", "S"))
     rows = {
-        "model": f"{result['model']}, 1 of {result['tp']} ranks" if result["tp"] > 1 else result["model"],
+        "model": f"{result['model']}, 1 of {result['tp']} ranks"
+        if result["tp"] > 1
+        else result["model"],
         "weights": result["weights"],
         "device": result["device"],
         "ran": result["implementation"],

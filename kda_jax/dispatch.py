@@ -33,9 +33,13 @@ def choose(implementation, sizes, pool, op=PACKED_DECODE.name) -> str:
     """The implementation that runs this call. A named one runs or raises; only "auto" looks at the host's device."""
     if implementation != "auto":
         if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"`implementation` must be 'auto', {_quoted(IMPLEMENTATIONS)} (got {implementation!r})")
+            raise ValueError(
+                f"`implementation` must be 'auto', {_quoted(IMPLEMENTATIONS)} (got {implementation!r})"
+            )
         if reason := obstacle(implementation, sizes, pool):
-            raise NotImplementedError(f"{op}: implementation={implementation!r} cannot run this call: {reason}")
+            raise NotImplementedError(
+                f"{op}: implementation={implementation!r} cannot run this call: {reason}"
+            )
         return implementation
     for name in IMPLEMENTATIONS:
         if _host_obstacle(name) is None:
@@ -52,12 +56,19 @@ def choose_prefill(implementation, sizes, dtypes, operands) -> str:
     dtypes: of q, k and v. operands: by name, those whose sharding counts, the pool among them.
     """
     if implementation not in ("auto", "mosaic_gpu", "xla"):
-        raise ValueError(f"`implementation` must be 'auto', 'mosaic_gpu' or 'xla' (got {implementation!r})")
-    if implementation == "xla" or (implementation == "auto" and _host_obstacle("mosaic_gpu", exactly=True)):
+        raise ValueError(
+            f"`implementation` must be 'auto', 'mosaic_gpu' or 'xla' (got {implementation!r})"
+        )
+    if implementation == "xla" or (
+        implementation == "auto" and _host_obstacle("mosaic_gpu", exactly=True)
+    ):
         return "xla"
     from kda_jax import chunk_mosaic_gpu as kernel
 
-    reasons = [kernel.unsupported(sizes, dtypes), *(_sharding_obstacle(x, name) for name, x in operands.items())]
+    reasons = [
+        kernel.unsupported(sizes, dtypes),
+        *(_sharding_obstacle(x, name) for name, x in operands.items()),
+    ]
     reason = next(filter(None, reasons), None)
     if reason and implementation != "auto":
         raise NotImplementedError(
@@ -120,14 +131,20 @@ def explain(
         if name == chosen:
             reasons[name] = None
         else:
-            reasons[name] = obstacle(name, sizes, initial_state) or _host_obstacle(name) or f"{chosen} comes first"
+            reasons[name] = (
+                obstacle(name, sizes, initial_state)
+                or _host_obstacle(name)
+                or f"{chosen} comes first"
+            )
     return Explanation(chosen, reasons, sizes, _device_name())
 
 
 def without_layout(arrays):
     """NumPy arrays made C-contiguous and of native byte order: how an operand lies in memory is JAX's business here."""
     return {
-        name: np.asarray(x, dtype=x.dtype.newbyteorder("="), order="C") if isinstance(x, np.ndarray) else x
+        name: np.asarray(x, dtype=x.dtype.newbyteorder("="), order="C")
+        if isinstance(x, np.ndarray)
+        else x
         for name, x in arrays.items()
     }
 
@@ -135,7 +152,11 @@ def without_layout(arrays):
 def refuse_what_holds_no_values(contract, arrays):
     """Raises for what has a shape and a dtype, as the contract wants, and still is no operand."""
     for name, x in arrays.items():
-        if x is None or isinstance(x, (jax.Array, np.ndarray)) or (name == contract.pool and is_ref(x)):
+        if (
+            x is None
+            or isinstance(x, (jax.Array, np.ndarray))
+            or (name == contract.pool and is_ref(x))
+        ):
             continue
         if isinstance(x, jax.ShapeDtypeStruct):
             hint = "it has a shape and no values; kda_jax.explain takes it"
@@ -145,7 +166,9 @@ def refuse_what_holds_no_values(contract, arrays):
             hint = "a view of a jax.Ref is not supported: pass the whole Ref"
         else:
             hint = "convert it first, e.g. with jnp.asarray or jax.dlpack.from_dlpack"
-        raise ContractError(f"{contract.name}: `{name}` must be an array (got {type(x).__name__}): {hint}")
+        raise ContractError(
+            f"{contract.name}: `{name}` must be an array (got {type(x).__name__}): {hint}"
+        )
 
 
 def obstacle(implementation, sizes, pool):
@@ -176,8 +199,12 @@ def _sharding_obstacle(x, name="the pool"):
             "pass check_vma=False to jax.shard_map, or use implementation='xla'"
         )
     sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
-    on_devices = sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated
-    in_type = any(axis is not None for axis in getattr(getattr(aval, "sharding", None), "spec", ()))  # Explicit axes
+    on_devices = (
+        sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated
+    )
+    in_type = any(
+        axis is not None for axis in getattr(getattr(aval, "sharding", None), "spec", ())
+    )  # Explicit axes
     if on_devices or in_type:
         return (
             f"{name} is sharded over several devices outside shard_map, so every device would gather all of it; "

@@ -34,9 +34,15 @@ def decay_and_beta(a, b, A_log, dt_bias, maths: Maths, differentiable=False):
     """`(log_decay, beta)` of float32 operands: `a` and `dt_bias` `[..., K]`, `A_log` `[..., 1]`, `b` of any shape."""
     if maths.activated:
         return a, b
-    gate, logistic = (differentiable_log_decay, differentiable_sigmoid) if differentiable else (log_decay, sigmoid)
+    gate, logistic = (
+        (differentiable_log_decay, differentiable_sigmoid)
+        if differentiable
+        else (log_decay, sigmoid)
+    )
     beta = logistic(b)
-    decay = gate(a + dt_bias, A_log, maths.lower_bound, maths.softplus_beta, maths.softplus_threshold)
+    decay = gate(
+        a + dt_bias, A_log, maths.lower_bound, maths.softplus_beta, maths.softplus_threshold
+    )
     return decay, 2.0 * beta if maths.allow_neg_eigval else beta
 
 
@@ -61,7 +67,11 @@ def log_decay(x, A_log, lower_bound, softplus_beta=1.0, softplus_threshold=20.0)
 
 
 def _sharpened(x, beta, threshold):
-    value = softplus(x) if beta == 1.0 else _below_infinity(softplus(jnp.minimum(x * beta, FLOAT32_MAX)) / beta)
+    value = (
+        softplus(x)
+        if beta == 1.0
+        else _below_infinity(softplus(jnp.minimum(x * beta, FLOAT32_MAX)) / beta)
+    )
     return value if threshold >= 20.0 else jnp.where(x * beta > threshold, x, value)
 
 

@@ -17,7 +17,9 @@ from kda_jax.weights import KDACache, KDAConfig, KDAParams
 FEWEST_ROWS = 8  # of a step: a layer's weights times one row took an H200 143 us, as sums, and times 8 rows 40
 
 
-def kda_decode(params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfig, implementation="auto"):
+def kda_decode(
+    params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfig, implementation="auto"
+):
     """One token of each row through the layer.
 
     Args:
@@ -131,7 +133,9 @@ def kda_prefill(
     T = x.shape[0]
     live = jnp.append((slots >= 0) & (slots < sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)
-    mixed, conv = conv_prefill(_project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources)
+    mixed, conv = conv_prefill(
+        _project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources
+    )
     q, k, v = jnp.split(mixed, [local.H * local.K, 2 * local.H * local.K], axis=1)
     maths = gates.Maths(1.0, True, config.lower_bound)
     f32 = jnp.float32
@@ -161,7 +165,9 @@ def kda_prefill(
 
 def _local(config, params):
     """The config of the heads that are here: all of them, or a shard's."""
-    HV = params.A_log.shape[0] if params.A_log.ndim == 1 else config.HV  # another A_log is its own fault
+    HV = (
+        params.A_log.shape[0] if params.A_log.ndim == 1 else config.HV
+    )  # another A_log is its own fault
     return dataclasses.replace(config, HV=HV, H=max(1, config.H * HV // config.HV))
 
 
@@ -185,7 +191,9 @@ def _letters(config):
 def _arrays(params, cache):
     """The weights and pools by name, without those that are None."""
     arrays = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    return {name: x for name, x in arrays.items() if x is not None} | dict(conv=cache.conv, state=cache.state)
+    return {name: x for name, x in arrays.items() if x is not None} | dict(
+        conv=cache.conv, state=cache.state
+    )
 
 
 def _masked(x, live):
@@ -195,16 +203,22 @@ def _masked(x, live):
 
 def _times(x, weight):
     """x @ weight in x's dtype; float32 in full, where a GPU would round it to TF32."""
-    return jnp.matmul(x, weight.astype(x.dtype), precision="highest" if x.dtype == jnp.float32 else "default")
+    return jnp.matmul(
+        x, weight.astype(x.dtype), precision="highest" if x.dtype == jnp.float32 else "default"
+    )
 
 
 def _project(params, x):
     """`[..., 2*H*K+HV*V]`: the channels of the short convolution."""
-    return jnp.concatenate([_times(x, w) for w in (params.q_proj, params.k_proj, params.v_proj)], axis=-1)
+    return jnp.concatenate(
+        [_times(x, w) for w in (params.q_proj, params.k_proj, params.v_proj)], axis=-1
+    )
 
 
 def _kernels(params):
-    return jnp.concatenate([w.astype(jnp.float32) for w in (params.q_conv, params.k_conv, params.v_conv)])
+    return jnp.concatenate(
+        [w.astype(jnp.float32) for w in (params.q_conv, params.k_conv, params.v_conv)]
+    )
 
 
 def _forget(params, x):

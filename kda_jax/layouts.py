@@ -36,12 +36,20 @@ def pack_qkv(q, k: Any = None, v: Any = None, *, H=None, K=None, V=None):
     q_shape, k_shape, v_shape = shapes
     if len(q_shape) != 3 or k_shape != q_shape or len(v_shape) != 3 or v_shape[0] != q_shape[0]:
         shown = ", ".join(map(str, shapes))
-        raise ContractError(f"kda_jax.pack_qkv: q and k must be [B, H, K] and v [B, HV, V] (got {shown})")
+        raise ContractError(
+            f"kda_jax.pack_qkv: q and k must be [B, H, K] and v [B, HV, V] (got {shown})"
+        )
     if q_shape[1] == 0 or v_shape[1] == 0 or v_shape[1] % q_shape[1]:
-        raise ContractError(f"kda_jax.pack_qkv: v's {v_shape[1]} heads must be a multiple of q's and k's {q_shape[1]}")
+        raise ContractError(
+            f"kda_jax.pack_qkv: v's {v_shape[1]} heads must be a multiple of q's and k's {q_shape[1]}"
+        )
     if len({str(x.dtype) for x in (q, k, v)}) > 1:
-        raise ContractError(f"kda_jax.pack_qkv: q, k and v must share a dtype (got {q.dtype}, {k.dtype}, {v.dtype})")
-    return jnp.concatenate([x.reshape(x.shape[0], x.shape[1] * x.shape[2]) for x in (q, k, v)], axis=1)
+        raise ContractError(
+            f"kda_jax.pack_qkv: q, k and v must share a dtype (got {q.dtype}, {k.dtype}, {v.dtype})"
+        )
+    return jnp.concatenate(
+        [x.reshape(x.shape[0], x.shape[1] * x.shape[2]) for x in (q, k, v)], axis=1
+    )
 
 
 def state_from_kv(pool):
@@ -90,7 +98,9 @@ def _swapped(name, expected, pool):
 
 def _deinterleave(row, H, K, V):
     if None in (H, K, V):
-        raise ContractError("kda_jax.pack_qkv: an interleaved row needs H, K and V: its shape does not tell them")
+        raise ContractError(
+            "kda_jax.pack_qkv: an interleaved row needs H, K and V: its shape does not tell them"
+        )
     shape = getattr(row, "shape", None)
     fits = shape is not None and len(shape) == 2 and min(H, K, V) > 0 and shape[1] % H == 0
     if not fits or shape[1] // H <= 2 * K or (shape[1] // H - 2 * K) % V:

@@ -148,10 +148,14 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
     steps = 4 if states >= 160 else 2 if states >= 80 else 1
     wide = jnp.dtype(pool_dtype).itemsize == 4
     if several_tokens:
-        fold = 2 * lanes * vector >= sizes.K and sizes.V % (CHUNKS * rows_per_pass) == 0  # else a long program
+        fold = (
+            2 * lanes * vector >= sizes.K and sizes.V % (CHUNKS * rows_per_pass) == 0
+        )  # else a long program
         step_rows = rows_per_pass * (CHUNKS if fold else 1)
         tile_rows = step_rows * math.gcd(sizes.V // step_rows, 2 if wide else steps)
-        return Config(tile_rows=tile_rows, step_rows=step_rows, lanes=lanes, vector=vector, fold=fold)
+        return Config(
+            tile_rows=tile_rows, step_rows=step_rows, lanes=lanes, vector=vector, fold=fold
+        )
     return Config(
         tile_rows=step_rows * math.gcd(sizes.V // step_rows, steps),
         step_rows=step_rows,
@@ -176,7 +180,12 @@ def _body(
     update_state,
 ):
     H, HV, K, V, T, S = sizes.H, sizes.HV, sizes.K, sizes.V, sizes.T, sizes.S
-    pool, out, writes, intermediate = refs["pool"], refs["out"], refs.get("writes"), refs.get("intermediate")
+    pool, out, writes, intermediate = (
+        refs["pool"],
+        refs["out"],
+        refs.get("writes"),
+        refs.get("intermediate"),
+    )
     f32 = jnp.float32
     chunk = math.prod(config.chunk_shape)
     chunks = K // chunk
@@ -185,12 +194,16 @@ def _body(
     layout = config.layout
     key_layout, value_layout = layout.reduce(0), _of_rows(layout, len(piece_shape))
     tiles = V // config.tile_rows
-    block = lax.axis_index("block")  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
+    block = lax.axis_index(
+        "block"
+    )  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
     row_and_head, tile = divide(block, tiles)
     row, head = divide(row_and_head, HV)
     slot = refs["slots"][row]
     live = (slot >= 0) & (slot < S)
-    steps = [tile * config.tile_rows + start for start in range(0, config.tile_rows, config.step_rows)]
+    steps = [
+        tile * config.tile_rows + start for start in range(0, config.tile_rows, config.step_rows)
+    ]
     if "cu_seqlens" in refs:
         # Clipped, so that no cu_seqlens makes the kernel read or write outside its arrays.
         first = jnp.clip(refs["cu_seqlens"][row], 0, T)
@@ -208,7 +221,11 @@ def _body(
 
     def pieces(ref, *index):
         """What ref holds at index, `[..., chunks, *chunk_shape]`, in the pieces in which the lanes take it."""
-        parts = range(chunks) if config.fold else [pl.ds(start, CHUNKS) for start in range(0, chunks, CHUNKS)]
+        parts = (
+            range(chunks)
+            if config.fold
+            else [pl.ds(start, CHUNKS) for start in range(0, chunks, CHUNKS)]
+        )
         return [ref.at[*index, part] for part in parts]
 
     def store(parts, *index):
@@ -223,7 +240,10 @@ def _body(
 
     def clear(token):
         for start in steps:
-            to_memory(out.at[token, head, rows(start)], zeros((config.step_rows,), out.dtype, value_layout))
+            to_memory(
+                out.at[token, head, rows(start)],
+                zeros((config.step_rows,), out.dtype, value_layout),
+            )
             if intermediate is not None:
                 store(no_state(), intermediate, token, head, rows(start))
 
@@ -264,7 +284,10 @@ def _body(
         def vector(ref, *index, layout=layout):
             *index, begin = index
             starts = range(0, chunks, CHUNKS)
-            return [load(ref.at[*index, pl.ds(begin + start, CHUNKS)], layout).astype(f32) for start in starts]
+            return [
+                load(ref.at[*index, pl.ds(begin + start, CHUNKS)], layout).astype(f32)
+                for start in starts
+            ]
 
         def dot(x, y):
             return total([one * other for one, other in zip(x, y, strict=True)])
@@ -279,12 +302,19 @@ def _body(
         if not maths.activated:
             A_log = refs["A_log"][head].astype(f32)
             several = len(shape) - 1 - len(config.chunk_shape)
-            biases = vector(refs["dt_bias"], head * chunks, layout=layout.reduce(0) if several else layout)
+            biases = vector(
+                refs["dt_bias"], head * chunks, layout=layout.reduce(0) if several else layout
+            )
             if several:
-                biases = [lax.broadcast_in_dim(x, shape, tuple(range(1, len(shape)))) for x in biases]
+                biases = [
+                    lax.broadcast_in_dim(x, shape, tuple(range(1, len(shape)))) for x in biases
+                ]
         b = refs["b"].at[tokens, head]
         b = (load(b, _of_rows(layout, len(shape))) if b.shape else b[...]).astype(f32)
-        gated = [gates.decay_and_beta(a, b, A_log, bias, maths) for a, bias in zip(inputs, biases, strict=True)]
+        gated = [
+            gates.decay_and_beta(a, b, A_log, bias, maths)
+            for a, bias in zip(inputs, biases, strict=True)
+        ]
         return q, k, [jnp.exp(log_decay) for log_decay, _ in gated], dot(k, q), gated[0][1]
 
     def advance(token, start, state, q, k, decay, k_q, beta, v):
@@ -298,13 +328,18 @@ def _body(
         state_q = total([d * along_keys(x) for d, x in zip(decayed, q, strict=True)])
         u = (v - state_k) * beta
         along_values = lax.broadcast_in_dim(u, piece_shape, (0,))
-        updated = tuple((d + along_values * along_keys(x)).astype(pool.dtype) for d, x in zip(decayed, k, strict=True))
+        updated = tuple(
+            (d + along_values * along_keys(x)).astype(pool.dtype)
+            for d, x in zip(decayed, k, strict=True)
+        )
         to_memory(out.at[token, head, rows(start)], (state_q + u * k_q).astype(out.dtype))
         if intermediate is not None:
             store(updated, intermediate, token, head, rows(start))
         if writes is not None:
             written = writes[token]
-            pl.when((written >= 0) & (written < S))(lambda: store(updated, pool, written, head, rows(start)))
+            pl.when((written >= 0) & (written < S))(
+                lambda: store(updated, pool, written, head, rows(start))
+            )
         return updated
 
     token_layout, token_shape = config.token_layout, (WARPS, CHUNKS, *config.chunk_shape)
@@ -332,20 +367,29 @@ def _body(
             """The vectors and values of the WARPS tokens from base, into shared memory."""
             tokens = pl.ds(base, WARPS)
             *three, k_q, beta = vectors(
-                tokens, token_layout, token_shape, lambda x: lax.broadcast_in_dim(x, token_shape, (0,))
+                tokens,
+                token_layout,
+                token_shape,
+                lambda x: lax.broadcast_in_dim(x, token_shape, (0,)),
             )
             for which, parts in enumerate(three):
                 for repeat, part in enumerate(parts):
                     to_memory(refs["vectors"].at[:, which, pl.ds(repeat * CHUNKS, CHUNKS)], part)
             for which, x in enumerate((k_q, beta)):
-                to_memory(refs["numbers"].at[which], plgpu.layout_cast(x, _of_rows(token_layout, len(token_shape))))
+                to_memory(
+                    refs["numbers"].at[which],
+                    plgpu.layout_cast(x, _of_rows(token_layout, len(token_shape))),
+                )
             values = refs["v"].at[tokens, pl.ds(v_start + head * V + steps[0], config.tile_rows)]
             to_memory(refs["values"], load(values, _values_layout(config.tile_rows)).astype(f32))
             plgpu.commit_smem()
 
         def next_token(token, base, states):
             at = token - base
-            q, k, decay = ([load(x, key_layout) for x in pieces(refs["vectors"], at, which)] for which in range(3))
+            q, k, decay = (
+                [load(x, key_layout) for x in pieces(refs["vectors"], at, which)]
+                for which in range(3)
+            )
             k_q, beta = refs["numbers"][0, at], refs["numbers"][1, at]
             after = []
             for step, (start, state) in enumerate(zip(steps, states, strict=True)):
@@ -358,7 +402,9 @@ def _body(
             base = jnp.minimum(begin, refs["a"].shape[0] - WARPS)
             prepare(base)
             end = jnp.minimum(begin + WARPS, last)
-            states = lax.fori_loop(begin, end, lambda token, states: next_token(token, base, states), states)
+            states = lax.fori_loop(
+                begin, end, lambda token, states: next_token(token, base, states), states
+            )
             plgpu.commit_smem()  # all have read before the next group is written
             return states
 
@@ -402,7 +448,9 @@ def kda_packed_decode_mosaic_gpu(
 ):
     """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
     assert_operands(PACKED_DECODE, sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
-    operands = dict(q=mixed_qkv, k=mixed_qkv, v=mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, slots=slots)
+    operands = dict(
+        q=mixed_qkv, k=mixed_qkv, v=mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, slots=slots
+    )
     out, pool, _ = _launch(
         operands | {"sources": sources},
         pool,
@@ -439,9 +487,14 @@ def kda_update_mosaic_gpu(
     config: Config | None = None,
 ):
     """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
-    assert_operands(KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes)
+    assert_operands(
+        KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes
+    )
     B, T, HV = b.shape
-    flat = {name: x.reshape(B * T, math.prod(x.shape[2:])) for name, x in dict(q=q, k=k, v=v, a=a, b=b).items()}
+    flat = {
+        name: x.reshape(B * T, math.prod(x.shape[2:]))
+        for name, x in dict(q=q, k=k, v=v, a=a, b=b).items()
+    }
     out, pool, states = _launch(
         flat
         | dict(A_log=A_log, dt_bias=dt_bias, slots=slots, sources=sources, cu_seqlens=cu_seqlens)
@@ -460,7 +513,19 @@ def kda_update_mosaic_gpu(
     return out, pool, None if states is None else states.reshape(*out.shape, sizes.K)
 
 
-def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, update_state=True, intermediate=False):
+def _launch(
+    operands,
+    pool,
+    *,
+    sizes,
+    columns,
+    maths,
+    out_dtype,
+    config,
+    name,
+    update_state=True,
+    intermediate=False,
+):
     """`(out [B*T, HV, V], pool, intermediate [B*T, HV, V, K] or None)` of operands by name; None is left out."""
     operands = {
         name: inference_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -476,7 +541,10 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
     if config.fold and not several_tokens:
         raise ValueError(f"{config=} folds rows, which one token's kernel does not")
     chunk = math.prod(config.chunk_shape)
-    in_chunks = (K // chunk, *config.chunk_shape)  # K: reshaped here, since Pallas's interpreter reshapes no Ref
+    in_chunks = (
+        K // chunk,
+        *config.chunk_shape,
+    )  # K: reshaped here, since Pallas's interpreter reshapes no Ref
     for name in operands.keys() & {"q", "k", "a", "dt_bias"}:
         x = operands[name]
         whole = x.shape[-1] // chunk  # of mixed_qkv the last value heads may not fill a chunk
@@ -508,7 +576,14 @@ def _launch(operands, pool, *, sizes, columns, maths, out_dtype, config, name, u
 
     def body(*refs):
         body_refs = dict(zip(names, refs, strict=True))
-        _body(body_refs, sizes=sizes, columns=columns, config=config, maths=maths, update_state=update_state)
+        _body(
+            body_refs,
+            sizes=sizes,
+            columns=columns,
+            config=config,
+            maths=maths,
+            update_state=update_state,
+        )
 
     results = plgpu.kernel(
         body,

@@ -29,12 +29,21 @@ class KDALayer(nnx.Module):
     ((2, 16), 14)
     """
 
-    def __init__(self, config: KDAConfig, *, params: KDAParams | None = None, dtype=None, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self,
+        config: KDAConfig,
+        *,
+        params: KDAParams | None = None,
+        dtype=None,
+        rngs: nnx.Rngs | None = None,
+    ):
         self.config = config
         if params is None:
             if rngs is None:
                 raise ValueError("KDALayer needs `params`, or `rngs` to make random ones")
-            params = init_params(config, rngs.params(), **({} if dtype is None else {"dtype": dtype}))
+            params = init_params(
+                config, rngs.params(), **({} if dtype is None else {"dtype": dtype})
+            )
         for field in dataclasses.fields(params):
             weight = getattr(params, field.name)
             setattr(self, field.name, None if weight is None else nnx.Param(weight))
@@ -51,7 +60,9 @@ class KDALayer(nnx.Module):
 
     def decode(self, x, cache, slots, *, implementation="auto"):
         """As `kda_jax.kda_decode`."""
-        return kda_decode(self.params, x, cache, slots, config=self.config, implementation=implementation)
+        return kda_decode(
+            self.params, x, cache, slots, config=self.config, implementation=implementation
+        )
 
     def prefill(self, x, cache, slots, cu_seqlens, *, fresh=None, implementation="auto"):
         """As `kda_jax.kda_prefill`."""

@@ -27,5 +27,9 @@ def gated_rms_norm(x, gate, weight, eps=1e-5):
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + jnp.float32(eps))
     shape = (1,) * (x.ndim - 1) + weight.shape
-    y = y * weight.astype(jnp.float32).reshape(shape) * gates.differentiable_sigmoid(gate.astype(jnp.float32))
+    y = (
+        y
+        * weight.astype(jnp.float32).reshape(shape)
+        * gates.differentiable_sigmoid(gate.astype(jnp.float32))
+    )
     return y.astype(x.dtype)

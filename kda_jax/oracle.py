@@ -40,7 +40,9 @@ def packed_decode(
     B, width = np.shape(mixed_qkv)
     H = (width - HV * V) // (2 * K)
     q, k, v = np.split(np.asarray(mixed_qkv, np.float64), [H * K, 2 * H * K], axis=1)
-    decay, beta = gates(np.reshape(a, (B, 1, HV, K)), np.reshape(b, (B, 1, HV)), A_log, dt_bias, lower_bound)
+    decay, beta = gates(
+        np.reshape(a, (B, 1, HV, K)), np.reshape(b, (B, 1, HV)), A_log, dt_bias, lower_bound
+    )
     return update(
         q.reshape(B, 1, H, K),
         k.reshape(B, 1, H, K),
@@ -56,7 +58,17 @@ def packed_decode(
 
 
 @np.errstate(invalid="ignore", over="ignore")  # padded rows may hold anything
-def gates(a, b, A_log, dt_bias, lower_bound=None, *, softplus_beta=1.0, softplus_threshold=np.inf, neg_eigval=False):
+def gates(
+    a,
+    b,
+    A_log,
+    dt_bias,
+    lower_bound=None,
+    *,
+    softplus_beta=1.0,
+    softplus_threshold=np.inf,
+    neg_eigval=False,
+):
     """`(log_decay, beta)` in float64 from `a` `[B, T, HV, K]`, `b` `[B, T, HV]`; A_log or dt_bias None are zeros."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     HV, K = a.shape[-2:]
@@ -98,7 +110,9 @@ def update(
     Returns:
       `(out, state, intermediate)`, float64 `[B, T, HV, V]`, `[S, HV, V, K]`, `[B, T, HV, V, K]`.
     """
-    q, k, v, log_decay, beta, before = (np.array(x, np.float64) for x in (q, k, v, log_decay, beta, pool))
+    q, k, v, log_decay, beta, before = (
+        np.array(x, np.float64) for x in (q, k, v, log_decay, beta, pool)
+    )
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     S = before.shape[0]
     scale = K**-0.5 if scale is None else scale
@@ -110,7 +124,11 @@ def update(
     for n, slot in enumerate(np.asarray(slots).tolist()):
         if not 0 <= slot < S:
             continue
-        tokens = [(n, t) for t in range(T)] if cu_seqlens is None else [(0, t) for t in range(*cu_seqlens[n : n + 2])]
+        tokens = (
+            [(n, t) for t in range(T)]
+            if cu_seqlens is None
+            else [(0, t) for t in range(*cu_seqlens[n : n + 2])]
+        )
         if not tokens:
             continue
         current = before[sources[n]].copy() if 0 <= sources[n] < S else np.zeros((HV, V, K))

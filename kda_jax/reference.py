@@ -57,7 +57,9 @@ def kda_packed_decode_xla(
     qk, v = jnp.split(mixed_qkv, [2 * H * K], axis=1)
     q, k = jnp.moveaxis(qk.reshape(B, 2, 1, H, K), 1, 0)
     tokens = q, k, v.reshape(B, 1, HV, V), a.reshape(B, 1, HV, K), b.reshape(B, 1, HV)
-    out, pool, _ = _update(tokens, A_log, dt_bias, pool, slots, sources, maths=maths, out_dtype=out_dtype)
+    out, pool, _ = _update(
+        tokens, A_log, dt_bias, pool, slots, sources, maths=maths, out_dtype=out_dtype
+    )
     return out, pool
 
 
@@ -83,7 +85,9 @@ def kda_update_xla(
     intermediate=False,
 ):
     """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
-    assert_operands(KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes)
+    assert_operands(
+        KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes
+    )
     return _update(
         (q, k, v, a.reshape(*b.shape, sizes.K), b),
         A_log,
@@ -116,17 +120,23 @@ def _update(
     intermediate=False,
 ):
     f32, (T, HV) = jnp.float32, tokens[4].shape[1:]
-    state = pool[...] if is_ref(pool) else pool  # of a Ref, its own buffer: nothing is copied inside jit
+    state = (
+        pool[...] if is_ref(pool) else pool
+    )  # of a Ref, its own buffer: nothing is copied inside jit
     S = state.shape[0]
     if cu_seqlens is not None:
-        cu_seqlens = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
+        cu_seqlens = jnp.clip(
+            cu_seqlens, 0, T
+        )  # no boundary reaches past the tokens, whatever it is
     if is_ref(pool) and (update_state or writes is not None):
         others = (x for x in (A_log, dt_bias, sources, cu_seqlens, writes) if x is not None)
         slots = ref_must_be_mapped(pool, slots, *tokens, *others)
 
     # Tokens of padded sequences may hold anything: as zeros they disturb no derivative either.
     live = (slots >= 0) & (slots < S)
-    owner = owners(cu_seqlens, T) if cu_seqlens is not None else None  # of each token: its sequence, N for none
+    owner = (
+        owners(cu_seqlens, T) if cu_seqlens is not None else None
+    )  # of each token: its sequence, N for none
     live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
     q, k, v, a, b = tokens
@@ -134,11 +144,17 @@ def _update(
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
     q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * f32(maths.scale), k))
     A_log, dt_bias = A_log.astype(f32).reshape(HV, 1), dt_bias.astype(f32).reshape(HV, -1)
-    log_decay, beta = gates.decay_and_beta(a, b, A_log[None, None], dt_bias[None, None], maths, differentiable=True)
+    log_decay, beta = gates.decay_and_beta(
+        a, b, A_log[None, None], dt_bias[None, None], maths, differentiable=True
+    )
 
     sources = jnp.where(live, slots if sources is None else sources, S)
-    sources = jnp.where((sources >= 0) & (sources < S), sources, S)  # on the high side: a negative index would wrap
-    before = state.at[sources].get(mode="fill", fill_value=0).astype(f32)  # outside the pool: a zero state
+    sources = jnp.where(
+        (sources >= 0) & (sources < S), sources, S
+    )  # on the high side: a negative index would wrap
+    before = (
+        state.at[sources].get(mode="fill", fill_value=0).astype(f32)
+    )  # outside the pool: a zero state
 
     def step(states, token):
         out, after = recurrence(states, *token)
@@ -152,7 +168,9 @@ def _update(
 
     token_major = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta)]
     if owner is not None:
-        after, (out, seen) = jax.lax.scan(step_of_owner, before, (owner, *(x[:, 0] for x in token_major)))
+        after, (out, seen) = jax.lax.scan(
+            step_of_owner, before, (owner, *(x[:, 0] for x in token_major))
+        )
         out, seen = jax.tree.map(lambda x: x[None], (out, seen))
     elif T == 1:
         after, seen = step(before, [x[0] for x in token_major])

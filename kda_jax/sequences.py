@@ -31,12 +31,18 @@ def validate_cu_seqlens(cu_seqlens, total):
       cu_seqlens[2], the last, is 3: it must be 8, the number of tokens
     """
     if isinstance(cu_seqlens, jax.core.Tracer):
-        raise TypeError("kda_jax.validate_cu_seqlens reads values, which a traced array has not: call it outside jit")
+        raise TypeError(
+            "kda_jax.validate_cu_seqlens reads values, which a traced array has not: call it outside jit"
+        )
     bounds = np.asarray(cu_seqlens)
     if bounds.ndim != 1 or bounds.size < 1 or bounds.dtype.kind not in "iu":
-        raise TypeError(f"kda_jax.validate_cu_seqlens takes [N+1] integers (got {bounds.shape} {bounds.dtype})")
+        raise TypeError(
+            f"kda_jax.validate_cu_seqlens takes [N+1] integers (got {bounds.shape} {bounds.dtype})"
+        )
     bounds = bounds.tolist()
-    faults = [] if bounds[0] == 0 else [f"cu_seqlens[0] is {bounds[0]}: the first sequence starts at 0"]
+    faults = (
+        [] if bounds[0] == 0 else [f"cu_seqlens[0] is {bounds[0]}: the first sequence starts at 0"]
+    )
     for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end < start:
             faults.append(
@@ -49,11 +55,18 @@ def validate_cu_seqlens(cu_seqlens, total):
         )
     if faults:
         shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
-        raise ContractError("\n  ".join(["kda_jax.validate_cu_seqlens: the boundaries break the contract", *shown]))
+        raise ContractError(
+            "\n  ".join(["kda_jax.validate_cu_seqlens: the boundaries break the contract", *shown])
+        )
 
 
 def owners(cu_seqlens, T):
     """`[T]` int32: the sequence that each token belongs to; N, which no sequence is, for a token of none."""
     N = cu_seqlens.shape[0] - 1
-    owner = jnp.searchsorted(cu_seqlens, jnp.arange(T, dtype=cu_seqlens.dtype), side="right").astype(jnp.int32) - 1
+    owner = (
+        jnp.searchsorted(cu_seqlens, jnp.arange(T, dtype=cu_seqlens.dtype), side="right").astype(
+            jnp.int32
+        )
+        - 1
+    )
     return jnp.where(owner < 0, N, owner)

@@ -63,10 +63,20 @@ def params_specs(params: KDAParams, heads) -> KDAParams:
     ('tp', None)
     """
     last, first, whole = P(None, heads), P(heads, None), P()
-    specs = dict(q_proj=last, k_proj=last, v_proj=last, q_conv=first, k_conv=first, v_conv=first, o_proj=first)
+    specs = dict(
+        q_proj=last,
+        k_proj=last,
+        v_proj=last,
+        q_conv=first,
+        k_conv=first,
+        v_conv=first,
+        o_proj=first,
+    )
     specs |= dict(f_down=whole, f_up=last, b_proj=last, A_log=P(heads), dt_bias=P(heads))
     specs |= dict(g_down=whole, g_up=last, g_bias=P(heads), norm=whole)
-    return KDAParams(**{name: None if getattr(params, name) is None else spec for name, spec in specs.items()})
+    return KDAParams(
+        **{name: None if getattr(params, name) is None else spec for name, spec in specs.items()}
+    )
 
 
 def cache_specs(heads, rows=None) -> KDACache:
@@ -135,14 +145,18 @@ def _reorder(name, x, shards, config, axis, *, shards_first):
         x = jnp.concatenate([y.reshape(*x.shape[:-1], -1) for y in pieces], axis=-1)
     else:
         pieces = jnp.split(x, [shards * parts[0], 2 * shards * parts[0]], axis=-1)
-        split = [y.reshape(*x.shape[:-1], shards, part) for y, part in zip(pieces, parts, strict=True)]
+        split = [
+            y.reshape(*x.shape[:-1], shards, part) for y, part in zip(pieces, parts, strict=True)
+        ]
         x = jnp.concatenate(split, axis=-1).reshape(x.shape)
     return jnp.moveaxis(x, -1, axis)
 
 
 def _refuse_torn_heads(name, config, shards):
     if shards < 1 or config.H % shards or config.HV % shards:
-        raise ContractError(f"kda_jax.{name}: H={config.H} and HV={config.HV} heads cannot be cut over {shards} shards")
+        raise ContractError(
+            f"kda_jax.{name}: H={config.H} and HV={config.HV} heads cannot be cut over {shards} shards"
+        )
 
 
 def local_slots(indices, shard, slots_per_shard):
@@ -191,10 +205,14 @@ def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads,
     def put(x, spec):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    return jax.tree.map(put, params, params_specs(params, heads)), jax.tree.map(put, cache, cache_specs(heads, rows))
+    return jax.tree.map(put, params, params_specs(params, heads)), jax.tree.map(
+        put, cache, cache_specs(heads, rows)
+    )
 
 
-def sharded_decode(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"):
+def sharded_decode(
+    mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"
+):
     """`kda_decode` over a mesh.
 
     Args:
@@ -227,10 +245,14 @@ def sharded_decode(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=No
         return _summed(y, heads), cache
 
     specs = (params_specs(params, heads), P(rows, None), cache, P(rows))
-    return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False)
+    return jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False
+    )
 
 
-def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"):
+def sharded_prefill(
+    mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"
+):
     """`kda_prefill` over a mesh.
 
     Args:
@@ -264,7 +286,9 @@ def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=N
 
     bounds = P() if rows is None else P(rows, None)
     specs = (params_specs(params, heads), P(rows, None), cache, P(rows), bounds, P(rows))
-    over_mesh = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False)
+    over_mesh = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False
+    )
 
     def prefill(params, x, cache, slots, cu_seqlens, fresh=None):
         fresh = jnp.zeros(slots.shape, bool) if fresh is None else fresh
@@ -274,7 +298,11 @@ def sharded_prefill(mesh, config: KDAConfig, params: KDAParams, *, heads, rows=N
 
 
 def _own(slots, cache, rows):
-    return slots if rows is None else local_slots(slots, jax.lax.axis_index(rows), cache.state.shape[0])
+    return (
+        slots
+        if rows is None
+        else local_slots(slots, jax.lax.axis_index(rows), cache.state.shape[0])
+    )
 
 
 def _summed(y, heads):

@@ -36,21 +36,29 @@ def validate_slots(indices, num_slots, source_indices=None):
         if slot == -1:
             continue
         if not 0 <= slot < num_slots:
-            faults.append(f"row {row} has slot {slot}: it must be -1 (a padded row) or in [0, {num_slots})")
+            faults.append(
+                f"row {row} has slot {slot}: it must be -1 (a padded row) or in [0, {num_slots})"
+            )
         elif first_row.setdefault(slot, row) != row:
             faults.append(
                 f"row {row} has slot {slot}, as row {first_row[slot]} has: two rows of one step may not share a slot"
             )
     sources = [] if source_indices is None else _integers(source_indices)
     if source_indices is not None and len(sources) != len(slots):
-        raise ContractError(f"kda_jax.validate_slots: {len(sources)} source indices for {len(slots)} rows")
+        raise ContractError(
+            f"kda_jax.validate_slots: {len(sources)} source indices for {len(slots)} rows"
+        )
     for row, source in enumerate(sources):
         if slots[row] == -1 or source == -1:
             continue
         if not 0 <= source < num_slots:
-            faults.append(f"row {row} has source {source}: it must be -1 (a zero state) or in [0, {num_slots})")
+            faults.append(
+                f"row {row} has source {source}: it must be -1 (a zero state) or in [0, {num_slots})"
+            )
         elif first_row.get(source, row) != row:
-            faults.append(f"row {row} reads slot {source}, which row {first_row[source]} writes in the same step")
+            faults.append(
+                f"row {row} reads slot {source}, which row {first_row[source]} writes in the same step"
+            )
     if faults:
         shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
         rows = "1 row breaks" if len(faults) == 1 else f"{len(faults)} rows break"
@@ -75,7 +83,9 @@ def pad_slots(indices, B):
     """
     indices = _signed("pad_slots", indices)
     if indices.shape[0] > B:
-        raise ContractError(f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {indices.shape})")
+        raise ContractError(
+            f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {indices.shape})"
+        )
     library = jnp if isinstance(indices, jax.Array) else np
     return library.pad(indices, (0, B - indices.shape[0]), constant_values=-1)
 
@@ -126,7 +136,11 @@ def _signed(name, indices):
     """`[n]` signed integers as an array, or a ContractError; a list becomes int32, or int64 where it must."""
     if not hasattr(indices, "dtype"):
         listed = np.asarray(indices)
-        indices = np.asarray(indices, np.int32) if listed.size == 0 or np.abs(listed).max() < 2**31 else listed
+        indices = (
+            np.asarray(indices, np.int32)
+            if listed.size == 0 or np.abs(listed).max() < 2**31
+            else listed
+        )
         if listed.size and listed.dtype.kind != "i":
             indices = listed
     if indices.ndim != 1 or np.dtype(indices.dtype).kind != "i":
@@ -138,10 +152,14 @@ def _signed(name, indices):
 
 def _integers(indices):
     if isinstance(indices, jax.core.Tracer):
-        raise TypeError("kda_jax.validate_slots reads values, which a traced array has not: call it outside jit")
+        raise TypeError(
+            "kda_jax.validate_slots reads values, which a traced array has not: call it outside jit"
+        )
     indices = np.asarray(indices)
     if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
-        raise TypeError(f"kda_jax.validate_slots takes [B] integers (got {indices.shape} {indices.dtype})")
+        raise TypeError(
+            f"kda_jax.validate_slots takes [B] integers (got {indices.shape} {indices.dtype})"
+        )
     return indices.tolist()
 
 

@@ -75,22 +75,40 @@ def write_layer(folder, model, *, layer=0, seed=0):
     """
     folder, released = Path(folder), MODELS[model]
     heads = released.heads
-    sizes = {"H": heads, "HV": heads, "K": HEAD_DIMENSION, "V": HEAD_DIMENSION, "D": released.hidden_size, "W": 4}
-    linear = {"num_heads": heads, "head_dim": HEAD_DIMENSION, "short_conv_kernel_size": 4, "kda_layers": [layer]}
+    sizes = {
+        "H": heads,
+        "HV": heads,
+        "K": HEAD_DIMENSION,
+        "V": HEAD_DIMENSION,
+        "D": released.hidden_size,
+        "W": 4,
+    }
+    linear = {
+        "num_heads": heads,
+        "head_dim": HEAD_DIMENSION,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [layer],
+    }
     linear |= {"full_attn_layers": [], "gate_lower_bound": released.lower_bound}
     config = {"hidden_size": released.hidden_size, "linear_attn_config": linear}
     (folder / "config.json").write_text(json.dumps(config))
 
     (layout,) = (x for x in CHECKPOINT if x.told_by == released.output_gate)
-    values = random_operands(Sizes(B=1, H=heads, HV=heads, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=1), seed=seed)
+    values = random_operands(
+        Sizes(B=1, H=heads, HV=heads, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=1), seed=seed
+    )
     A_log = np.zeros(math.prod(released.A_log_shape), np.float32)
     A_log[:heads] = values["A_log"]
     stored = {"A_log": A_log.reshape(released.A_log_shape), "dt_bias": values["dt_bias"]}
     prefix = f"model.layers.{layer}.self_attn"
-    entries = {f"{prefix}.{tensor.name}": ("BF16", tensor.shape(sizes)) for tensor in layout.tensors}
+    entries = {
+        f"{prefix}.{tensor.name}": ("BF16", tensor.shape(sizes)) for tensor in layout.tensors
+    }
     entries |= {f"{prefix}.{name}": ("F32", array.shape) for name, array in stored.items()}
     write_safetensors(
-        folder / "model.safetensors", entries, {f"{prefix}.{name}": array for name, array in stored.items()}
+        folder / "model.safetensors",
+        entries,
+        {f"{prefix}.{name}": array for name, array in stored.items()},
     )
 
 

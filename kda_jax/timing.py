@@ -64,7 +64,9 @@ def time_layers(op, pools, inputs, steps):
 
         return jax.lax.fori_loop(0, steps, step, carry)
 
-    outs = jax.eval_shape(lambda: [op(pool, own)[0] for pool, own in zip(pools, inputs, strict=True)])
+    outs = jax.eval_shape(
+        lambda: [op(pool, own)[0] for pool, own in zip(pools, inputs, strict=True)]
+    )
     outs = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), outs)
     state = [list(zip(outs, pools, strict=True))]
 
@@ -80,7 +82,9 @@ def time_layers(op, pools, inputs, steps):
     own = {name: times for name, times in by_name.items() if len(times) >= calls}
     main = max(own, key=lambda name: sum(own[name]))
     low, middle, high = statistics.quantiles(own[main], n=4)
-    others = sum(statistics.median(times) * len(times) / calls for name, times in own.items() if name != main)
+    others = sum(
+        statistics.median(times) * len(times) / calls for name, times in own.items() if name != main
+    )
     seconds = []
     for _ in range(WALL_RUNS):
         start = time.perf_counter()

@@ -29,7 +29,9 @@ finally:  # jax-triton 0.3.1 empties it, and no other Triton kernel of the proce
 
 MAX_K = 256
 MAX_GRID = 2**31 - 1
-REFS = "out_type" in inspect.signature(jax_triton.triton_call).parameters  # jax-triton 0.4: Refs, mutated in place
+REFS = (
+    "out_type" in inspect.signature(jax_triton.triton_call).parameters
+)  # jax-triton 0.4: Refs, mutated in place
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,14 @@ def _call(operands, pool, out_types, *, written, grid, num_warps, **constants):
     options = dict(grid=grid, num_warps=num_warps, num_stages=1, **constants)
     if not written:
         results = {"out_type" if REFS else "out_shape": out_types}
-        return *jax_triton.triton_call(*operands, pool, kernel=kda_update, **results, **options), pool
+        return *jax_triton.triton_call(
+            *operands, pool, kernel=kda_update, **results, **options
+        ), pool
     if REFS:
         ref = jax.new_ref(pool)
-        out, states = jax_triton.triton_call(*operands, ref, kernel=kda_update, out_type=out_types, **options)
+        out, states = jax_triton.triton_call(
+            *operands, ref, kernel=kda_update, out_type=out_types, **options
+        )
         return out, states, jax.freeze(ref)
     return jax_triton.triton_call(
         *operands,
@@ -151,7 +157,9 @@ def kda_update_triton(
     config: Config | None = None,
 ):
     """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
-    assert_operands(KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes)
+    assert_operands(
+        KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes
+    )
     return _launch(
         (q, k, v, a, b, A_log, dt_bias),
         (slots, sources, cu_seqlens, writes),
@@ -166,7 +174,19 @@ def kda_update_triton(
     )
 
 
-def _launch(operands, indices, pool, *, sizes, columns, maths, out_type, config, update_state=True, intermediate=False):
+def _launch(
+    operands,
+    indices,
+    pool,
+    *,
+    sizes,
+    columns,
+    maths,
+    out_type,
+    config,
+    update_state=True,
+    intermediate=False,
+):
     """`(out, pool, intermediate or None)`; an index array that is None is not looked at."""
     HV, K, V = sizes.HV, sizes.K, sizes.V
     slots, sources, cu_seqlens, writes = indices

@@ -53,7 +53,9 @@ def _update(
     epsilon: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (V + BV - 1) // BV
-    block = tl.program_id(0)  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
+    block = tl.program_id(
+        0
+    )  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
     tile = block % tiles
     head = (block // tiles) % HV
     row = (block // (tiles * HV)).to(tl.int64)
@@ -112,13 +114,17 @@ def _update(
             q = q * tl.rsqrt(tl.sum(q * q, 0) + epsilon)
             k = k * tl.rsqrt(tl.sum(k * k, 0) + epsilon)
         q = q * scale
-        x = tl.load(a_ptr + (token * HV + head) * K + k_index, mask=k_inside, other=0.0).to(tl.float32)
+        x = tl.load(a_ptr + (token * HV + head) * K + k_index, mask=k_inside, other=0.0).to(
+            tl.float32
+        )
         beta = tl.load(b_ptr + token * HV + head).to(tl.float32)
         if activated:
             decay = tl.exp(x)
         else:
             x = x + bias
-            x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))  # finite inputs never give NaN
+            x = tl.where(
+                x > largest, largest, tl.where(x < -largest, -largest, x)
+            )  # finite inputs never give NaN
             if lower_bound is None:
                 decay = tl.exp(-rate * _sharpened(x, softplus_beta, softplus_threshold, largest))
             else:

@@ -100,14 +100,27 @@ def fused_sigmoid_gating_kda_update(
     >>> out.ravel().tolist(), state[2, 0].tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
-    operands = dict(A_log=A_log, dt_bias=dt_bias, q=q, k=k, v=v, a=a, b=b, initial_state_source=initial_state_source)
+    operands = dict(
+        A_log=A_log,
+        dt_bias=dt_bias,
+        q=q,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
+        initial_state_source=initial_state_source,
+    )
     operands |= dict(initial_state_indices=initial_state_indices, cu_seqlens=cu_seqlens)
-    gate = dict(lower_bound=lower_bound, softplus_beta=softplus_beta, softplus_threshold=softplus_threshold)
+    gate = dict(
+        lower_bound=lower_bound, softplus_beta=softplus_beta, softplus_threshold=softplus_threshold
+    )
     return _run(
         KDA_UPDATE,
         operands,
         dict(intermediate_states=intermediate_states, num_accepted_tokens=num_accepted_tokens),
-        dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=update_state),
+        dict(
+            scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=update_state
+        ),
         gate | dict(allow_neg_eigval=allow_neg_eigval),
         out_dtype=out_dtype,
         implementation=implementation,
@@ -166,12 +179,16 @@ def recurrent_kda(
     >>> out.ravel().tolist(), state[0, 0].tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
-    operands = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots)
+    operands = dict(
+        q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots
+    )
     return _run(
         RECURRENT_KDA,
         operands | dict(cu_seqlens=cu_seqlens),
         dict(intermediate_states=intermediate_states, num_accepted_tokens=num_accepted_tokens),
-        dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=update_state),
+        dict(
+            scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=update_state
+        ),
         {},
         out_dtype=out_dtype,
         implementation=implementation,
@@ -203,7 +220,13 @@ def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
     >>> commit(jnp.zeros((4, 1, 1, 1)), states, jnp.array([3, 0]), jnp.array([2, 0])).ravel().tolist()
     [0.0, 0.0, 0.0, 2.0]
     """
-    arrays = dict(pool=pool, intermediate=intermediate, slots=slots, num_accepted=num_accepted, cu_seqlens=cu_seqlens)
+    arrays = dict(
+        pool=pool,
+        intermediate=intermediate,
+        slots=slots,
+        num_accepted=num_accepted,
+        cu_seqlens=cu_seqlens,
+    )
     arrays = dispatch.without_layout(arrays)
     check(COMMIT, **arrays)
     dispatch.refuse_what_holds_no_values(COMMIT, arrays)
@@ -232,8 +255,12 @@ def _commit(pool, intermediate, slots, accepted, cu_seqlens):
 def _run(contract, operands, draft, options, gate, *, out_dtype, implementation):
     """Contract, choice and call of both operators."""
     returned = draft["intermediate_states"] is True
-    if isinstance(draft["intermediate_states"], int) and not isinstance(draft["intermediate_states"], bool):
-        raise ContractError(f"{contract.name}: `intermediate_states` must be True, False or slots [B, T] (got an int)")
+    if isinstance(draft["intermediate_states"], int) and not isinstance(
+        draft["intermediate_states"], bool
+    ):
+        raise ContractError(
+            f"{contract.name}: `intermediate_states` must be True, False or slots [B, T] (got an int)"
+        )
     if isinstance(draft["intermediate_states"], bool):
         draft = draft | dict(intermediate_states=None)
     operands = dispatch.without_layout(operands | draft)
@@ -256,7 +283,9 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
     out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
     shape = pool.shape
     if is_ref(pool) and len(shape) == 1:
-        raise ContractError(f"{contract.name}: `{contract.pool}` may be flat as an array only: make the Ref 4-D")
+        raise ContractError(
+            f"{contract.name}: `{contract.pool}` may be flat as an array only: make the Ref 4-D"
+        )
     if 0 in (B, T, sizes.N, sizes.S, V):
         out = jnp.zeros((B, T, HV, V), out_dtype)
         states = jnp.zeros((B, T, HV, V, K), pool.dtype)
@@ -264,7 +293,9 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         return (out, pool, states) if returned else (out, pool)
     indices = as_int32(indices)
     cu_seqlens, writes = (x if x is None else as_int32(x) for x in (cu_seqlens, writes))
-    sources = None if accepted is None else _accepted(as_int32(accepted), indices, writes, cu_seqlens)
+    sources = (
+        None if accepted is None else _accepted(as_int32(accepted), indices, writes, cu_seqlens)
+    )
     if chosen == "mosaic_gpu":
         from kda_jax.mosaic_gpu import kda_update_mosaic_gpu as implement
     elif chosen == "triton":

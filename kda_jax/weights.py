@@ -95,7 +95,9 @@ def config_from_hf(config) -> KDAConfig:
     return KDAConfig(**layer_numbers(config))
 
 
-def init_cache(config: KDAConfig, num_slots, *, ranks=1, state_dtype=jnp.float32, conv_dtype=jnp.bfloat16) -> KDACache:
+def init_cache(
+    config: KDAConfig, num_slots, *, ranks=1, state_dtype=jnp.float32, conv_dtype=jnp.bfloat16
+) -> KDACache:
     """An empty cache: zeros, which are a fresh request's state.
 
     Args:
@@ -145,10 +147,14 @@ def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
     keys = iter(jax.random.split(key, 16))
 
     def normal(rows, *columns):
-        return (jax.random.normal(next(keys), (rows, *columns), jnp.float32) * rows**-0.5).astype(dtype)
+        return (jax.random.normal(next(keys), (rows, *columns), jnp.float32) * rows**-0.5).astype(
+            dtype
+        )
 
     def kernel(channels):
-        return (jax.random.normal(next(keys), (channels, c.W), jnp.float32) * c.W**-0.5).astype(dtype)
+        return (jax.random.normal(next(keys), (channels, c.W), jnp.float32) * c.W**-0.5).astype(
+            dtype
+        )
 
     keys_wide, values_wide = c.H * c.K, c.HV * c.V
     low_rank = c.gate_rank is not None
@@ -162,7 +168,9 @@ def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
         f_down=normal(c.D, c.K),
         f_up=normal(c.K, c.HV * c.K),
         b_proj=normal(c.D, c.HV),
-        A_log=jnp.log(jax.random.uniform(next(keys), (c.HV,), jnp.float32, minval=1.0, maxval=16.0)),
+        A_log=jnp.log(
+            jax.random.uniform(next(keys), (c.HV,), jnp.float32, minval=1.0, maxval=16.0)
+        ),
         dt_bias=jax.random.normal(next(keys), (c.HV * c.K,), jnp.float32) - 2.0,
         g_down=normal(c.D, c.gate_rank) if low_rank else None,
         g_up=normal(c.gate_rank or c.D, values_wide),

@@ -42,7 +42,9 @@ def execute(path, keep):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keep", action="store_true", help="keep the new outputs in the files")
     options = parser.parse_args()
     for path in sorted(FOLDER.glob("*.ipynb")):

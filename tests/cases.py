@@ -27,12 +27,20 @@ SHAPES = {
     "k224_v16": Sizes(B=2, H=2, HV=4, K=224, V=16, S=5),
     "k256_v48": Sizes(B=2, H=1, HV=2, K=256, V=48, S=4),
 }
-MOSAIC_SHAPES = {name: sizes for name, sizes in SHAPES.items() if mosaic_gpu.unsupported(sizes) is None}
+MOSAIC_SHAPES = {
+    name: sizes for name, sizes in SHAPES.items() if mosaic_gpu.unsupported(sizes) is None
+}
 GATES = {"softplus": None, "safe": -5.0}
 POOL_DTYPES = ("float32", "bfloat16", "float16")
 
 # Local heads of the released models: (model, tensor-parallel ranks).
-MODEL_RANKS = (("kimi-linear-48b", 1), ("kimi-k3", 1), ("kimi-k3", 8), ("kimi-k3", 32), ("glm-5.3", 1))
+MODEL_RANKS = (
+    ("kimi-linear-48b", 1),
+    ("kimi-k3", 1),
+    ("kimi-k3", 8),
+    ("kimi-k3", 32),
+    ("glm-5.3", 1),
+)
 MODEL_SHAPES = {
     f"{model}-tp{tp}-B{batch}": model_sizes(model, tp=tp, batch=batch, slots=batch + 3)
     for model, tp in MODEL_RANKS

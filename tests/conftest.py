@@ -20,8 +20,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", metavar="FILE", help="write the outcome, device, versions and commit as JSON")
-    parser.addoption("--commit", metavar="HASH", help="the commit for --record, where there is no git")
+    parser.addoption(
+        "--record", metavar="FILE", help="write the outcome, device, versions and commit as JSON"
+    )
+    parser.addoption(
+        "--commit", metavar="HASH", help="the commit for --record, where there is no git"
+    )
 
 
 def pytest_collection_modifyitems(items):
@@ -32,7 +36,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, config):
     counts = {
-        outcome: len(terminalreporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped")
+        outcome: len(terminalreporter.stats.get(outcome, []))
+        for outcome in ("passed", "failed", "error", "skipped")
     }
     gpu = Counter(
         outcome

@@ -15,7 +15,9 @@ from kda_jax import oracle
 jax.config.update("jax_num_cpu_devices", 8)  # before the first backend starts: meshes without a GPU
 
 ON_GPU = jax.default_backend() == "gpu"
-WITH_TRITON = ON_GPU and importlib.util.find_spec("jax_triton") is not None  # it has no interpreter for a CPU
+WITH_TRITON = (
+    ON_GPU and importlib.util.find_spec("jax_triton") is not None
+)  # it has no interpreter for a CPU
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", *(("triton",) if WITH_TRITON else ()))
 STATE_LIMIT = 2e-6  # relative norm, float32 pools
 ORACLE_OPTIONS = ("scale", "use_qk_l2norm_in_kernel", "lower_bound")
@@ -30,7 +32,9 @@ def running(implementation):
 
 def decode(operands, implementation, **options):
     """packed_decode on these operands (NumPy arrays go to the device first), where the implementation runs here."""
-    operands = {name: x if isinstance(x, jax.Ref) else jnp.asarray(x) for name, x in operands.items()}
+    operands = {
+        name: x if isinstance(x, jax.Ref) else jnp.asarray(x) for name, x in operands.items()
+    }
     with running(implementation):
         return kda_jax.packed_decode(**operands, implementation=implementation, **options)
 
@@ -43,8 +47,12 @@ def assert_near(got, expected, limit):
     if not expected.size:
         return
     norm, worst = np.linalg.norm(expected), np.abs(expected).max()
-    assert np.linalg.norm(got - expected) <= limit * norm, f"{np.linalg.norm(got - expected) / norm:.2e} > {limit:.2e}"
-    assert np.abs(got - expected).max() <= 8 * limit * worst, f"worst {np.abs(got - expected).max() / worst:.2e}"
+    assert np.linalg.norm(got - expected) <= limit * norm, (
+        f"{np.linalg.norm(got - expected) / norm:.2e} > {limit:.2e}"
+    )
+    assert np.abs(got - expected).max() <= 8 * limit * worst, (
+        f"worst {np.abs(got - expected).max() / worst:.2e}"
+    )
 
 
 def assert_near_but_for_nans(got, expected, limit):
@@ -90,4 +98,6 @@ def on_device(operands):
 
 def lowered_text(function, *arguments, **options):
     """The program of a jitted function for CUDA, which needs no GPU."""
-    return jax.jit(function).trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
+    return (
+        jax.jit(function).trace(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
+    )

@@ -26,7 +26,9 @@ def test_a_quick_run_over_two_devices(tmp_path):
     results = json.loads(path.read_text())
     compared = {(entry["what"], entry["mesh"]) for entry in results["equal"]}
     for mesh in ("tp=2", "dp=2"):
-        assert {f"{step}: y" for step in ("decode", "prefill")} <= {what for what, where in compared if where == mesh}
+        assert {f"{step}: y" for step in ("decode", "prefill")} <= {
+            what for what, where in compared if where == mesh
+        }
         assert ("recurrence: state", mesh) in compared
     assert all(entry["equal"] for entry in results["equal"])
     assert not any(entry["all-gather"] for entry in results["collectives"])
@@ -41,7 +43,12 @@ def test_a_quick_run_over_two_devices(tmp_path):
 
 @pytest.mark.parametrize(
     ("got", "limit"),
-    [([1.0, 1.001], 1e-5), ([1.0, np.nan], 1e-5), ([1.0, 1.0, 1.0], 1e-5), ([1.0, 1.0 + 2**-23], 0.0)],
+    [
+        ([1.0, 1.001], 1e-5),
+        ([1.0, np.nan], 1e-5),
+        ([1.0, 1.0, 1.0], 1e-5),
+        ([1.0, 1.0 + 2**-23], 0.0),
+    ],
 )
 def test_a_wrong_answer_ends_the_run(got, limit):
     report, right = sharded.Report({}), np.ones(2, np.float32)
@@ -73,7 +80,9 @@ def test_a_program_that_gathers_or_copies_is_seen():
     with pytest.raises(SystemExit, match="wrong collectives"):
         sharded.program(report, "step", cut, add, x, donated=0, all_reduces=1)
     with pytest.raises(SystemExit, match="wrong collectives"):
-        sharded.program(report, "step", cut, add_and_show, x, donated=0, out_shardings=(x.sharding, whole))
+        sharded.program(
+            report, "step", cut, add_and_show, x, donated=0, out_shardings=(x.sharding, whole)
+        )
     assert "faults" not in report.results
     sharded.program(report, "step", cut, jnp.sum, x, donated=0)
     assert len(report.results["faults"]) == 1

@@ -51,8 +51,12 @@ def write_sharded(folder, entries, config, shards=3):
     files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
     weight_map = {name: files[i % shards] for i, name in enumerate(names)}
     for file in files:
-        write_safetensors(folder / file, {name: entries[name] for name in names if weight_map[name] == file})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        write_safetensors(
+            folder / file, {name: entries[name] for name in names if weight_map[name] == file}
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -104,7 +108,13 @@ def test_a_glm_layer_counted_from_zero(tmp_path):
 
 def test_flas_own_layer_with_more_value_heads(tmp_path):
     sizes = {"H": 2, "HV": 4, "K": 64, "V": 32, "D": 100, "W": 4}
-    config = {"model_type": "kda", "hidden_size": 100, "num_heads": 2, "num_v_heads": 4, "head_dim": 64}
+    config = {
+        "model_type": "kda",
+        "hidden_size": 100,
+        "num_heads": 2,
+        "num_v_heads": 4,
+        "head_dim": 64,
+    }
     entries = layer_of(FLA, sizes, "model.layers.7.attn")
     folder = write_single(tmp_path, entries, config | {"conv_size": 4, "expand_v": 0.5})
     report = check_checkpoint(folder / "model.safetensors")
@@ -180,7 +190,10 @@ WRONG = {
         "it holds A_log, b_proj.weight, dt_bias, f_a_proj.weight, f_b_proj.weight, g_b_proj.weight",
     ),
     "full attention where KDA is declared": (
-        ({"model.layers.0.self_attn.kv_a_proj_with_mqa.weight": ("BF16", (576, 2304))}, config_of(KIMI, [1], [2])),
+        (
+            {"model.layers.0.self_attn.kv_a_proj_with_mqa.weight": ("BF16", (576, 2304))},
+            config_of(KIMI, [1], [2]),
+        ),
         "layer 0 is a KDA layer by config.json, but has no A_log and no dt_bias.",
         "this looks like MLA: it holds kv_a_proj_with_mqa.weight",
     ),
@@ -232,7 +245,10 @@ def test_a_gate_that_is_none(tmp_path, capsys, bound):
     )
     (tmp_path / "config.json").write_text(text.replace("-Infinity", "-1e999"))
     assert main(["check", str(tmp_path)]) == 1
-    assert "lower bound in config.json must be null or a finite number below 0" in capsys.readouterr().out
+    assert (
+        "lower bound in config.json must be null or a finite number below 0"
+        in capsys.readouterr().out
+    )
     assert main(["check", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["lower_bound"] is None
 
@@ -245,9 +261,20 @@ def test_layers_are_numbered_as_they_are_found(tmp_path):
 
 def test_the_heads_that_cannot_be_split_are_named(tmp_path):
     sizes = {"H": 4, "HV": 8, "K": 64, "V": 64, "D": 100, "W": 4}
-    config = {"model_type": "kda", "hidden_size": 100, "num_heads": 4, "num_v_heads": 8, "head_dim": 64, "conv_size": 4}
-    report = check_checkpoint(write_single(tmp_path, layer_of(FLA, sizes, "model.layers.0.attn"), config), tp=8)
-    assert [fault.message for fault in report.faults] == ["4 key and 8 value heads cannot be split over 8 ranks"]
+    config = {
+        "model_type": "kda",
+        "hidden_size": 100,
+        "num_heads": 4,
+        "num_v_heads": 8,
+        "head_dim": 64,
+        "conv_size": 4,
+    }
+    report = check_checkpoint(
+        write_single(tmp_path, layer_of(FLA, sizes, "model.layers.0.attn"), config), tp=8
+    )
+    assert [fault.message for fault in report.faults] == [
+        "4 key and 8 value heads cannot be split over 8 ranks"
+    ]
 
 
 def test_names_from_files_steer_nothing(tmp_path, capsys):
@@ -260,7 +287,14 @@ def test_names_from_files_steer_nothing(tmp_path, capsys):
     assert out.isascii()
     with pytest.raises(BadFileError, match="File name too long"):
         check_checkpoint(tmp_path / ("x" * 300))
-    config = {"model_type": "kda", "hidden_size": 1, "num_heads": 1, "head_dim": 64, "conv_size": 4, "expand_v": 1e308}
+    config = {
+        "model_type": "kda",
+        "hidden_size": 1,
+        "num_heads": 1,
+        "head_dim": 64,
+        "conv_size": 4,
+        "expand_v": 1e308,
+    }
     write_single(tmp_path, entries, config)
     with pytest.raises(BadFileError, match="no usable number for V"):
         check_checkpoint(tmp_path)
@@ -297,7 +331,10 @@ def a_48b_model():
             entries[f"{prefix}.self_attn.kv_a_proj_with_mqa.weight"] = ("BF16", (576, 2304))
         for expert in range(256):
             for name, shape in (("w1", (1024, 2304)), ("w2", (2304, 1024)), ("w3", (1024, 2304))):
-                entries[f"{prefix}.block_sparse_moe.experts.{expert}.{name}.weight"] = ("BF16", shape)
+                entries[f"{prefix}.block_sparse_moe.experts.{expert}.{name}.weight"] = (
+                    "BF16",
+                    shape,
+                )
     full = [i + 1 for i in range(27) if i not in kda]
     return entries, config_of(KIMI, [i + 1 for i in kda], full)
 
@@ -307,12 +344,16 @@ def test_a_48b_header_takes_milliseconds(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_size > 90e9
     before = os.times()
     run = subprocess.run(
-        [sys.executable, "-m", "kda_contracts", "check", str(tmp_path)], capture_output=True, text=True
+        [sys.executable, "-m", "kda_contracts", "check", str(tmp_path)],
+        capture_output=True,
+        text=True,
     )
     after = os.times()
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count(" ok ") == 21
-    seconds = after.children_user - before.children_user + after.children_system - before.children_system
+    seconds = (
+        after.children_user - before.children_user + after.children_system - before.children_system
+    )
     assert seconds < 0.3, f"{seconds:.2f} s of process time"
 
 
@@ -330,8 +371,14 @@ def replaced(path, entries, **change):
 SMALL = {"x": ("F32", (2, 3)), "y": ("BF16", (4,))}
 BAD = {
     "truncated": (lambda p: p.write_bytes(b"\x07\0\0"), "truncated: 3 bytes are too few"),
-    "a length beyond the file": (lambda p: p.write_bytes((99).to_bytes(8, "little") + b"{}"), "claims 99 bytes, and 2"),
-    "a length beyond all bounds": (lambda p: p.write_bytes(b"\xff" * 8 + b"{}"), "more than the format's 100000000"),
+    "a length beyond the file": (
+        lambda p: p.write_bytes((99).to_bytes(8, "little") + b"{}"),
+        "claims 99 bytes, and 2",
+    ),
+    "a length beyond all bounds": (
+        lambda p: p.write_bytes(b"\xff" * 8 + b"{}"),
+        "more than the format's 100000000",
+    ),
     "truncated data": (
         lambda p: (write_safetensors(p, SMALL), os.truncate(p, p.stat().st_size - 1)),
         "outside the file's 31 bytes",
@@ -343,22 +390,42 @@ BAD = {
     "not JSON": (lambda p: replaced(p, SMALL, raw=b"{nonsense"), "not JSON: "),
     "not UTF-8": (lambda p: replaced(p, SMALL, raw=b'{"\xff": 1}'), "not UTF-8 at byte 2"),
     "no object": (lambda p: replaced(p, SMALL, raw=b"[1, 2]"), "the JSON is no object but list"),
-    "duplicate keys": (lambda p: replaced(p, SMALL, raw=b'{"x": 1, "x": 2}'), "'x' stands twice in one JSON object"),
+    "duplicate keys": (
+        lambda p: replaced(p, SMALL, raw=b'{"x": 1, "x": 2}'),
+        "'x' stands twice in one JSON object",
+    ),
     "too deep": (lambda p: replaced(p, SMALL, raw=b'{"x":' + b"[" * 100_000), "nested too deeply"),
-    "a number of many digits": (lambda p: replaced(p, SMALL, raw=b'{"x": ' + b"9" * 5000 + b"}"), "not JSON: "),
+    "a number of many digits": (
+        lambda p: replaced(p, SMALL, raw=b'{"x": ' + b"9" * 5000 + b"}"),
+        "not JSON: ",
+    ),
     "NaN": (lambda p: replaced(p, SMALL, raw=b'{"x": NaN}'), "NaN is not JSON"),
-    "no offsets": (lambda p: replaced(p, SMALL, raw=b'{"x": {"dtype": "F32"}}'), "no dtype, shape and data_offsets"),
+    "no offsets": (
+        lambda p: replaced(p, SMALL, raw=b'{"x": {"dtype": "F32"}}'),
+        "no dtype, shape and data_offsets",
+    ),
     "unknown dtype": (lambda p: replaced(p, SMALL, dtype="F33"), "the unknown dtype 'F33'"),
     "negative shape": (lambda p: replaced(p, SMALL, shape=[-2, 3]), "an absurd shape: [-2, 3]"),
     "a shape of no numbers": (lambda p: replaced(p, SMALL, shape=[True, 2.0]), "an absurd shape"),
     "a rank of 99": (lambda p: replaced(p, SMALL, shape=[1] * 99), "an absurd shape"),
-    "a shape beyond its bytes": (lambda p: replaced(p, SMALL, shape=[2**62, 2**62]), "bytes, and has 24"),
+    "a shape beyond its bytes": (
+        lambda p: replaced(p, SMALL, shape=[2**62, 2**62]),
+        "bytes, and has 24",
+    ),
     "three offsets": (lambda p: replaced(p, SMALL, data_offsets=[0, 1, 2]), "no pair of offsets"),
     "offsets backwards": (lambda p: replaced(p, SMALL, data_offsets=[24, 0]), "lies at 24..0"),
-    "offsets out of range": (lambda p: replaced(p, SMALL, data_offsets=[24, 48]), "lies at 24..48, outside"),
-    "overlap": (lambda p: replaced(p, SMALL, shape=[7], data_offsets=[0, 28]), "'y' overlaps the tensor before it"),
+    "offsets out of range": (
+        lambda p: replaced(p, SMALL, data_offsets=[24, 48]),
+        "lies at 24..48, outside",
+    ),
+    "overlap": (
+        lambda p: replaced(p, SMALL, shape=[7], data_offsets=[0, 28]),
+        "'y' overlaps the tensor before it",
+    ),
     "gap": (
-        lambda p: replaced(p, {"x": ("F32", (2, 3)), "z": ("F32", (6,))}, shape=[2], data_offsets=[0, 8]),
+        lambda p: replaced(
+            p, {"x": ("F32", (2, 3)), "z": ("F32", (6,))}, shape=[2], data_offsets=[0, 8]
+        ),
         "leaves a gap",
     ),
     "a folder": (lambda p: p.mkdir(), "not a regular file"),
@@ -402,14 +469,26 @@ def outside_by_link(folder):
 
 
 BAD_FOLDERS = {
-    "empty": (lambda f: (f / "config.json").write_text(json.dumps(config_of(KIMI, [1]))), "no safetensors file"),
-    "no config": (lambda f: write_safetensors(f / "model.safetensors", SMALL), "config.json: No such file"),
-    "another model's config": (lambda f: write_single(f, SMALL, {"hidden_size": 1}), "no linear_attn_config"),
+    "empty": (
+        lambda f: (f / "config.json").write_text(json.dumps(config_of(KIMI, [1]))),
+        "no safetensors file",
+    ),
+    "no config": (
+        lambda f: write_safetensors(f / "model.safetensors", SMALL),
+        "config.json: No such file",
+    ),
+    "another model's config": (
+        lambda f: write_single(f, SMALL, {"hidden_size": 1}),
+        "no linear_attn_config",
+    ),
     "a config without sizes": (
         lambda f: write_single(f, SMALL, {"linear_attn_config": {"num_heads": "8"}}),
         "no usable number",
     ),
-    "a huge config": (lambda f: (f / "config.json").write_bytes(b" " * 10_000_002), "more than 10000000 bytes of JSON"),
+    "a huge config": (
+        lambda f: (f / "config.json").write_bytes(b" " * 10_000_002),
+        "more than 10000000 bytes of JSON",
+    ),
     "shards without an index": (
         lambda f: (sharded(f) / "model.safetensors.index.json").unlink(),
         "3 safetensors files and no",
@@ -419,7 +498,9 @@ BAD_FOLDERS = {
         "weight_map is no object",
     ),
     "an index that points up": (
-        lambda f: rewrite_index(sharded(f), lambda x: x["weight_map"].update(x="../secret.safetensors")),
+        lambda f: rewrite_index(
+            sharded(f), lambda x: x["weight_map"].update(x="../secret.safetensors")
+        ),
         "secret.safetensors",
     ),
     "an absolute index": (
@@ -427,11 +508,15 @@ BAD_FOLDERS = {
         "/etc/hostname: points outside the folder",
     ),
     "an index with a missing file": (
-        lambda f: rewrite_index(sharded(f), lambda x: x["weight_map"].update(x="model-9.safetensors")),
+        lambda f: rewrite_index(
+            sharded(f), lambda x: x["weight_map"].update(x="model-9.safetensors")
+        ),
         "model-9.safetensors: No such file",
     ),
     "an index with a missing tensor": (
-        lambda f: rewrite_index(sharded(f), lambda x: x["weight_map"].update(x="model-00001-of-00003.safetensors")),
+        lambda f: rewrite_index(
+            sharded(f), lambda x: x["weight_map"].update(x="model-00001-of-00003.safetensors")
+        ),
         "'x' is said to be in model-00001-of-00003.safetensors, which does not hold it",
     ),
     "a link that leads out": (outside_by_link, "points outside the folder"),
@@ -459,13 +544,17 @@ def test_a_hub_cache_is_followed_to_its_blobs(tmp_path):
 @pytest.fixture(scope="module")
 def fuzz_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
-    write_single(folder, layer_of(LOW_RANK, dict.fromkeys(KIMI, 2)), config_of(dict.fromkeys(KIMI, 2), [1]))
+    write_single(
+        folder, layer_of(LOW_RANK, dict.fromkeys(KIMI, 2)), config_of(dict.fromkeys(KIMI, 2), [1])
+    )
     return folder
 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 entries = st.fixed_dictionaries(
@@ -476,7 +565,9 @@ entries = st.fixed_dictionaries(
         "data_offsets": st.lists(st.integers(-1, 2**64), max_size=3) | json_values,
     },
 )
-names = st.sampled_from([f"model.layers.0.self_attn.{x.name}" for x in LOW_RANK.tensors]) | st.text(max_size=8)
+names = st.sampled_from([f"model.layers.0.self_attn.{x.name}" for x in LOW_RANK.tensors]) | st.text(
+    max_size=8
+)
 shapes = st.tuples(st.sampled_from(["F32", "BF16", "U8"]), st.lists(st.integers(0, 4), max_size=4))
 headers = st.dictionaries(names, entries, max_size=6).map(lambda x: json.dumps(x).encode())
 
@@ -545,4 +636,6 @@ def test_the_demo_refuses_a_checkpoint_that_breaks_the_contract(tmp_path):
 
 def test_find_tensors_names_the_file(tmp_path):
     found = find_tensors(sharded(tmp_path))
-    assert {path.name for path, _ in found.values()} == {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
+    assert {path.name for path, _ in found.values()} == {
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    }

@@ -84,7 +84,9 @@ def test_sources_start_sequences_elsewhere():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_operands(dtype):
     x = operands(2, 100, dtype=dtype, decay=0.3)
-    out, state = kda_jax.chunk_kda(**{name: jnp.asarray(y) for name, y in x.items()}, out_dtype="float32")
+    out, state = kda_jax.chunk_kda(
+        **{name: jnp.asarray(y) for name, y in x.items()}, out_dtype="float32"
+    )
     expected_out, expected = wanted(x)
     assert_near(out, expected_out, 5e-3)
     assert_near(state, expected, 5e-3)
@@ -107,7 +109,10 @@ def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
     x = operands(3 if cu_seqlens is None else 1, 45 if cu_seqlens is None else 90, N=3, decay=0.3)
     x["log_decay"][:, 10] = -60.0
     x = {name: jnp.asarray(y) for name, y in x.items()}
-    slots, bounds = x.pop("slots"), None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32)
+    slots, bounds = (
+        x.pop("slots"),
+        None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32),
+    )
     weights = jax.random.normal(jax.random.key(0), x["v"].shape)
 
     def loss(x, op, **options):
@@ -167,10 +172,22 @@ def test_one_compilation_serves_any_boundaries():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"log_decay": np.zeros((2, 5, HV), np.float32)}, "`log_decay` must have shape (2, 5, 4, 32)"),
-        ({"source_indices": np.zeros(3, np.int32)}, "`source_indices` must have shape (2,) (got (3,))."),
-        ({"cu_seqlens": np.zeros(3, np.int32)}, "`q` of a varlen call must have one row (got B=2 for N=2 sequences)."),
-        ({"initial_state": np.zeros((S, HV, K, V), np.float32)}, "Unexpected initial_state shape: (6, 4, 32, 24)"),
+        (
+            {"log_decay": np.zeros((2, 5, HV), np.float32)},
+            "`log_decay` must have shape (2, 5, 4, 32)",
+        ),
+        (
+            {"source_indices": np.zeros(3, np.int32)},
+            "`source_indices` must have shape (2,) (got (3,)).",
+        ),
+        (
+            {"cu_seqlens": np.zeros(3, np.int32)},
+            "`q` of a varlen call must have one row (got B=2 for N=2 sequences).",
+        ),
+        (
+            {"initial_state": np.zeros((S, HV, K, V), np.float32)},
+            "Unexpected initial_state shape: (6, 4, 32, 24)",
+        ),
     ],
 )
 def test_messages(wrong, message):
@@ -199,7 +216,9 @@ def test_any_number_of_tokens_exports_as_one_program(varlen):
     T = jax.export.symbolic_shape("T")[0]
     x = operands(1, 150)
     shapes = {
-        n: jax.ShapeDtypeStruct((1, T, *y.shape[2:]) if y.ndim > 1 and len(y) == 1 else y.shape, y.dtype)
+        n: jax.ShapeDtypeStruct(
+            (1, T, *y.shape[2:]) if y.ndim > 1 and len(y) == 1 else y.shape, y.dtype
+        )
         for n, y in x.items()
     }
     bounds = dict(cu_seqlens=np.array([0, 150], np.int32)) if varlen else {}
@@ -213,5 +232,7 @@ def test_any_number_of_tokens_exports_as_one_program(varlen):
 def test_64_bit_mode_widens_nothing():
     x = {name: jnp.asarray(y) for name, y in operands(1, 70).items()}
     with jax.enable_x64(True):
-        lowered = jax.jit(lambda x: kda_jax.chunk_kda(**x, cu_seqlens=jnp.array([0, 70], jnp.int32))).lower(x)
+        lowered = jax.jit(
+            lambda x: kda_jax.chunk_kda(**x, cu_seqlens=jnp.array([0, 70], jnp.int32))
+        ).lower(x)
     assert "xf64" not in lowered.as_text()

@@ -124,14 +124,20 @@ def test_derivatives_and_vmap_are_those_of_xla():
     slots = x.pop("slots")
 
     def loss(x, implementation):
-        out, state = kda_jax.chunk_kda(**x, slots=slots, out_dtype="float32", implementation=implementation)
+        out, state = kda_jax.chunk_kda(
+            **x, slots=slots, out_dtype="float32", implementation=implementation
+        )
         return (out * weights).sum() + (state**2).sum()
 
-    got, expected = (jax.jit(jax.grad(lambda x, name=name: loss(x, name)))(x) for name in ("auto", "xla"))
+    got, expected = (
+        jax.jit(jax.grad(lambda x, name=name: loss(x, name)))(x) for name in ("auto", "xla")
+    )
     for name in x:
         assert_near(got[name], expected[name], 1e-2)
     several = {name: jnp.stack([y, 0.5 * y]) for name, y in x.items()}
-    outs = jax.jit(jax.vmap(lambda x: kda_jax.chunk_kda(**x, slots=slots, out_dtype="float32")[0]))(several)
+    outs = jax.jit(jax.vmap(lambda x: kda_jax.chunk_kda(**x, slots=slots, out_dtype="float32")[0]))(
+        several
+    )
     for n in range(2):
         alone, _ = run({name: y[n] for name, y in several.items()} | dict(slots=slots))
         assert_near(outs[n], alone, LIMIT)
@@ -190,7 +196,9 @@ def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
     config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=64, V=64)
     params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 3)
     x = jax.random.normal(jax.random.key(1), (13, config.D), jnp.bfloat16)
-    prefill = jax.jit(functools.partial(kda_jax.kda_prefill, config=config), static_argnames="implementation")
+    prefill = jax.jit(
+        functools.partial(kda_jax.kda_prefill, config=config), static_argnames="implementation"
+    )
     for end in (13, 1000):
         call = (params, x, cache, jnp.array([2, 0]), jnp.array([0, 5, end]))
         y, after = prefill(*call, implementation="mosaic_gpu")
@@ -202,7 +210,9 @@ def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
 
 def test_a_kernel_has_the_transforms_of_its_plain_form():
     """Told apart here: the kernel's values are ten times the plain ones."""
-    function = with_transforms_of(lambda x, n, none: (x**3 * n, None), lambda x, n, none: (10 * x**3 * n, None))
+    function = with_transforms_of(
+        lambda x, n, none: (x**3 * n, None), lambda x, n, none: (10 * x**3 * n, None)
+    )
     x, n = jnp.array([1.0, 2.0]), jnp.array([1, 2])
 
     def value(x, n):
@@ -211,14 +221,19 @@ def test_a_kernel_has_the_transforms_of_its_plain_form():
     assert_same_bits(value(x, n), np.array([10, 160], np.float32))
     assert_same_bits(jax.vmap(value)(x, n), np.array([1, 16], np.float32))
     assert_same_bits(jax.grad(lambda x: value(x, n).sum())(x), np.array([3, 24], np.float32))
-    assert_same_bits(jax.jvp(lambda x: value(x, n), (x,), (jnp.ones(2),))[0], np.array([1, 16], np.float32))
+    assert_same_bits(
+        jax.jvp(lambda x: value(x, n), (x,), (jnp.ones(2),))[0], np.array([1, 16], np.float32)
+    )
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_an_operand_that_varies_over_a_mesh_is_seen():
     x = {name: jnp.asarray(y) for name, y in narrow(1, 5, **SIZES[0]).items()}
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("tp",))
-    heads = {name: P(None, None, "tp") if y.ndim > 2 and name != "initial_state" else P() for name, y in x.items()}
+    heads = {
+        name: P(None, None, "tp") if y.ndim > 2 and name != "initial_state" else P()
+        for name, y in x.items()
+    }
 
     def call(x):
         x["initial_state"] = jnp.zeros((S, 2, 128, 128))
@@ -238,7 +253,9 @@ def shapes(T, N=None, **sizes):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_they_lower_for_cuda(sizes, N):
     with jax.enable_x64(sizes["K"] == 64):
-        text = lowered_text(lambda x: kda_jax.chunk_kda(**x, implementation="mosaic_gpu"), shapes(100, N, **sizes))
+        text = lowered_text(
+            lambda x: kda_jax.chunk_kda(**x, implementation="mosaic_gpu"), shapes(100, N, **sizes)
+        )
     assert text.count("kda_prefill_chunks") >= 1
     assert text.count("kda_prefill_states") >= 1
     assert "xf64" not in text

@@ -21,14 +21,37 @@ def test_demo_prints_a_table(capsys):
     assert lines["time per step"].endswith(" us")
 
 
-@pytest.mark.parametrize(("model", "heads"), [("kimi-linear-48b", 32), ("kimi-k3", 96), ("glm-5.3", 64)])
+@pytest.mark.parametrize(
+    ("model", "heads"), [("kimi-linear-48b", 32), ("kimi-k3", 96), ("glm-5.3", 64)]
+)
 def test_demo_as_json(capsys, model, heads):
-    assert cli.main(["demo", "--model", model, "--tp", str(heads // 2), "--batch", "2", "--steps", "3", "--json"]) == 0
+    assert (
+        cli.main(
+            [
+                "demo",
+                "--model",
+                model,
+                "--tp",
+                str(heads // 2),
+                "--batch",
+                "2",
+                "--steps",
+                "3",
+                "--json",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     assert not any(isinstance(x, (dict, list)) for x in result.values())
     assert 0 < result["err_state"] < 2e-6
     assert 0 < result["err_out"] < 4e-6
-    assert (result["HV"], result["B"], result["live_rows"], result["implementation"]) == (2, 2, 1, KERNEL)
+    assert (result["HV"], result["B"], result["live_rows"], result["implementation"]) == (
+        2,
+        2,
+        1,
+        KERNEL,
+    )
     assert result["us_per_step"] > 0
 
 
@@ -39,7 +62,9 @@ def test_one_row_is_not_padded(capsys):
 
 def test_demo_fails_where_the_answer_is_wrong(capsys, monkeypatch):
     exact = demo.oracle.packed_decode
-    monkeypatch.setattr(demo.oracle, "packed_decode", lambda **x: tuple(1.0001 * y for y in exact(**x)))
+    monkeypatch.setattr(
+        demo.oracle, "packed_decode", lambda **x: tuple(1.0001 * y for y in exact(**x))
+    )
     assert cli.main(["demo", "--tp", "32", "--batch", "2", "--steps", "1"]) == 1
     assert "WRONG" in capsys.readouterr().out
 
@@ -56,7 +81,10 @@ def test_explain_prints_the_implementations(capsys):
     [
         (["demo", "--tp", "5"], "32 heads cannot be split over 5 ranks"),
         (["demo", "--batch", "0"], "0 is not a positive number"),
-        (["demo", "--implementation", "mosaic_gpu", "--checkpoint", "nowhere"], "no such file or folder"),
+        (
+            ["demo", "--implementation", "mosaic_gpu", "--checkpoint", "nowhere"],
+            "no such file or folder",
+        ),
         (["explain", "--H", "3"], "Invalid head config"),
     ],
 )
@@ -78,7 +106,21 @@ def test_check_is_part_of_it(capsys, tmp_path):
 def test_demo_on_a_checkpoint(capsys, tmp_path):
     write_layer(tmp_path, "kimi-k3")
     assert (
-        cli.main(["demo", "--checkpoint", str(tmp_path), "--tp", "48", "--batch", "2", "--steps", "2", "--json"]) == 0
+        cli.main(
+            [
+                "demo",
+                "--checkpoint",
+                str(tmp_path),
+                "--tp",
+                "48",
+                "--batch",
+                "2",
+                "--steps",
+                "2",
+                "--json",
+            ]
+        )
+        == 0
     )
     result = json.loads(capsys.readouterr().out)
     assert (result["HV"], result["gate"]) == (2, "safe, lower_bound -5.0")

@@ -55,18 +55,27 @@ def torch_like(**devices):
 THROUGH_THE_OP = {
     1: ({"mixed_qkv": zeros(3, 1, 384)}, "`mixed_qkv` must be a 2D tensor (got ndim=3)."),
     3: ({"a": zeros(3, 4, 64)}, "`a` and `b` must be 2D tensors (got a.ndim=3, b.ndim=2)."),
-    5: ({"A_log": zeros(1, 1, 4, 1)}, "`A_log`/`dt_bias` must be 1D tensors.\n      `A_log`: expected [HV] = (4,)"),
+    5: (
+        {"A_log": zeros(1, 1, 4, 1)},
+        "`A_log`/`dt_bias` must be 1D tensors.\n      `A_log`: expected [HV] = (4,)",
+    ),
     7: (
         {"ssm_state_indices": zeros(3, 1, dtype=np.int32)},
         "`ssm_state_indices` must be 1D for packed decode (got ndim=2).",
     ),
-    10: ({"b": zeros(2, 4)}, "Mismatched batch sizes: mixed_qkv.shape[0]=3, a.shape[0]=3, b.shape[0]=2."),
+    10: (
+        {"b": zeros(2, 4)},
+        "Mismatched batch sizes: mixed_qkv.shape[0]=3, a.shape[0]=3, b.shape[0]=2.",
+    ),
     11: (
         {"ssm_state_indices": zeros(4, dtype=np.int32)},
         "`ssm_state_indices` must have shape [B] (got (4,); expected (3,)).",
     ),
     12: ({"initial_state": zeros(6, 128, 64)}, "`initial_state` must be a 4D tensor (got ndim=3)."),
-    14: ({"a": zeros(3, 255)}, "`a` must have shape [B, HV*K] with HV=4, K=64 (got a.shape=(3, 255))."),
+    14: (
+        {"a": zeros(3, 255)},
+        "`a` must have shape [B, HV*K] with HV=4, K=64 (got a.shape=(3, 255)).",
+    ),
     15: ({"b": zeros(3, 5)}, "`b` must have shape [B, HV] with HV=4 (got b.shape=(3, 5))."),
     16: ({"A_log": zeros(5)}, "`A_log` must have 4 elements (got 5)."),
     17: ({"dt_bias": zeros(4)}, "`dt_bias` must have 256 elements (got 4)."),
@@ -85,14 +94,23 @@ THROUGH_CHECK = {
         {"b": every_second(3, 4)},
         "`a`/`b` must be contiguous in the last dim.\n      `b`: got (3, 4) float32 with strides",
     ),
-    6: ({"dt_bias": every_second(256)}, "`A_log`/`dt_bias` must be contiguous.\n      `dt_bias`: got (256,)"),
+    6: (
+        {"dt_bias": every_second(256)},
+        "`A_log`/`dt_bias` must be contiguous.\n      `dt_bias`: got (256,)",
+    ),
     8: ({"out": zeros(4, 1, 3, 32).transpose(2, 1, 0, 3)}, "`out` must be contiguous."),
     9: (
         torch_like(b="cuda:1"),
         "All inputs must be on the same device.\n      `b`: on cuda:1, but `mixed_qkv` is on cuda:0",
     ),
-    13: ({"initial_state": every_second(6, 4, 32, 64)}, "`initial_state` must be contiguous in the last dim."),
-    18: ({"out": zeros(3, 4, 32)}, "`out` must have shape (3, 1, 4, 32) (got out.shape=(3, 4, 32))."),
+    13: (
+        {"initial_state": every_second(6, 4, 32, 64)},
+        "`initial_state` must be contiguous in the last dim.",
+    ),
+    18: (
+        {"out": zeros(3, 4, 32)},
+        "`out` must have shape (3, 1, 4, 32) (got out.shape=(3, 4, 32)).",
+    ),
     24: (
         {"initial_state": zeros(6, 32, 4, 64).swapaxes(1, 2)},
         "`initial_state` must hold each slot's [HV, V, K] block compactly.",
@@ -109,7 +127,11 @@ def judge_through_check(wrong):
 
 
 def test_every_rule_has_a_case():
-    assert sorted(THROUGH_THE_OP | THROUGH_CHECK) == list(range(1, len(PACKED_DECODE.rules) + 1)) == list(range(1, 25))
+    assert (
+        sorted(THROUGH_THE_OP | THROUGH_CHECK)
+        == list(range(1, len(PACKED_DECODE.rules) + 1))
+        == list(range(1, 25))
+    )
 
 
 @pytest.mark.parametrize("rule", sorted(THROUGH_THE_OP | THROUGH_CHECK))
@@ -146,7 +168,11 @@ def test_three_wrong_arguments_are_all_reported_in_the_rules_order():
     wrong = {"lower_bound": 1.0, "dt_bias": zeros(64), "a": zeros(3, 4, 64)}
     with pytest.raises(ContractError) as caught:
         kda_jax.packed_decode(**BASE | wrong)
-    assert [(v.rule, v.argument) for v in caught.value.violations] == [(3, "a"), (17, "dt_bias"), (23, "lower_bound")]
+    assert [(v.rule, v.argument) for v in caught.value.violations] == [
+        (3, "a"),
+        (17, "dt_bias"),
+        (23, "lower_bound"),
+    ]
     text = str(caught.value)
     assert "3 arguments break the contract" in text
     assert "jnp.tile(dt_bias, 4)" in text
@@ -183,28 +209,62 @@ def test_a_wrong_pool_hides_no_other_violation():
     }
     with pytest.raises(ContractError) as caught:
         kda_jax.packed_decode(**BASE | wrong)
-    assert [v.argument for v in caught.value.violations] == ["ssm_state_indices", "initial_state", "mixed_qkv"]
+    assert [v.argument for v in caught.value.violations] == [
+        "ssm_state_indices",
+        "initial_state",
+        "mixed_qkv",
+    ]
 
 
 REMEDIES = {
     "swapped gate and beta": ({"a": BASE["b"], "b": BASE["a"]}, "looks like `a` and `b` swapped"),
     "per-head gate": ({"a": zeros(3, 4)}, "one gate per head is GDN's"),
-    "bias [HV, K]": ({"dt_bias": zeros(4, 64)}, "dt_bias.reshape(256), or kda_contracts.normalize_dt_bias"),
+    "bias [HV, K]": (
+        {"dt_bias": zeros(4, 64)},
+        "dt_bias.reshape(256), or kda_contracts.normalize_dt_bias",
+    ),
     "bias of two ranks": ({"dt_bias": zeros(512)}, "slice this rank's 256 elements"),
     "empty bias": ({"dt_bias": zeros(0)}, "`dt_bias` must have 256 elements (got 0)"),
-    "A_log of a checkpoint": ({"A_log": zeros(1, 1, 4, 1)}, "A_log.reshape(4), or kda_contracts.normalize_A_log"),
-    "padded A_log": ({"A_log": zeros(128)}, "normalize_A_log(A_log, 4) checks that its tail is zero"),
-    "A_log per channel": ({"A_log": zeros(256)}, "256 is HV*K: this looks like one rate per channel"),
+    "A_log of a checkpoint": (
+        {"A_log": zeros(1, 1, 4, 1)},
+        "A_log.reshape(4), or kda_contracts.normalize_A_log",
+    ),
+    "padded A_log": (
+        {"A_log": zeros(128)},
+        "normalize_A_log(A_log, 4) checks that its tail is zero",
+    ),
+    "A_log per channel": (
+        {"A_log": zeros(256)},
+        "256 is HV*K: this looks like one rate per channel",
+    ),
     "token axis": ({"mixed_qkv": zeros(3, 1, 384)}, "mixed_qkv.reshape(3, 384)"),
-    "unsigned slots": ({"ssm_state_indices": zeros(3, dtype=np.uint32)}, "ssm_state_indices.astype('int32')"),
+    "unsigned slots": (
+        {"ssm_state_indices": zeros(3, dtype=np.uint32)},
+        "ssm_state_indices.astype('int32')",
+    ),
     "bool slots": ({"ssm_state_indices": zeros(3, dtype=bool)}, "slots are integers"),
     "float slots": ({"ssm_state_indices": zeros(3)}, "slots are integers"),
     "float64 rows": ({"mixed_qkv": zeros(3, 384, dtype=np.float64)}, "mixed_qkv.astype('float32')"),
-    "8-bit pool": ({"initial_state": zeros(6, 4, 32, 64, dtype=jnp.float8_e4m3fn)}, "got float8_e4m3fn"),
-    "all layers' pools": ({"initial_state": zeros(2, 6, 4, 32, 64)}, "keep the layers' pools in a list"),
-    "no A_log": ({"A_log": None}, "`A_log` must be an array (got NoneType).\n      expected [HV] = (4,)"),
-    "a list of slots": ({"ssm_state_indices": [4, -1, 0]}, "`ssm_state_indices` must be an array (got list)"),
-    "out_dtype": ({"out_dtype": "float64"}, "`out_dtype` must be float32, bfloat16 or float16 (got float64)"),
+    "8-bit pool": (
+        {"initial_state": zeros(6, 4, 32, 64, dtype=jnp.float8_e4m3fn)},
+        "got float8_e4m3fn",
+    ),
+    "all layers' pools": (
+        {"initial_state": zeros(2, 6, 4, 32, 64)},
+        "keep the layers' pools in a list",
+    ),
+    "no A_log": (
+        {"A_log": None},
+        "`A_log` must be an array (got NoneType).\n      expected [HV] = (4,)",
+    ),
+    "a list of slots": (
+        {"ssm_state_indices": [4, -1, 0]},
+        "`ssm_state_indices` must be an array (got list)",
+    ),
+    "out_dtype": (
+        {"out_dtype": "float64"},
+        "`out_dtype` must be float32, bfloat16 or float16 (got float64)",
+    ),
     "zero lower_bound": ({"lower_bound": 0.0}, "None is the softplus gate"),
     "positive lower_bound": ({"lower_bound": 1.0}, "a finite number below 0 (got 1.0)"),
     "NaN lower_bound": ({"lower_bound": float("nan")}, "a finite number below 0 (got nan)"),
@@ -228,12 +288,16 @@ def test_a_traced_option_is_a_type_error_that_names_it(option):
         jax.jit(lambda x: kda_jax.packed_decode(**BASE, **{option: x}))(-1.0)
 
 
-@pytest.mark.parametrize("number", [np.float32(-5), np.float64(-5), jnp.float32(-5), np.array(-5.0), -5])
+@pytest.mark.parametrize(
+    "number", [np.float32(-5), np.float64(-5), jnp.float32(-5), np.array(-5.0), -5]
+)
 def test_static_numbers_of_any_library(number):
     assert check(PACKED_DECODE, **BASE, lower_bound=number) == SIZES
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.float32, np.dtype("float16")])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.float32, np.dtype("float16")]
+)
 def test_dtypes_by_object_or_name(dtype):
     assert check(PACKED_DECODE, **BASE, out_dtype=dtype) == SIZES
 
@@ -262,7 +326,10 @@ def test_real_torch_tensors():
     assert check(PACKED_DECODE, **tensors) == SIZES
     assert check(PACKED_DECODE, **tensors | {"a": tensors["a"].bfloat16()}) == SIZES
     with pytest.raises(ContractError, match="must be contiguous in the last dim"):
-        check(PACKED_DECODE, **tensors | {"initial_state": tensors["initial_state"].mT.contiguous().mT})
+        check(
+            PACKED_DECODE,
+            **tensors | {"initial_state": tensors["initial_state"].mT.contiguous().mT},
+        )
 
 
 def test_symbolic_dimensions_are_never_compared():
@@ -301,7 +368,11 @@ def test_axes_are_parsed_and_not_run():
 
 def test_every_letter_of_the_tables_is_in_the_legend():
     letters = {
-        x for o in PACKED_DECODE.operands for axis in o.axes.split() for _, term in parse_axis(axis) for x in term
+        x
+        for o in PACKED_DECODE.operands
+        for axis in o.axes.split()
+        for _, term in parse_axis(axis)
+        for x in term
     }
     assert letters == {"B", "H", "HV", "K", "V", "S"} <= set(AXES)
 
@@ -329,5 +400,7 @@ except kda_contracts.ContractError: print("judged")
 try: import numpy
 except ImportError: print("refused")
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert run.stdout.split() == ["judged", "refused"]

@@ -25,7 +25,11 @@ def by_hand(x, weight, past):
     """One sequence: [T, C] after SiLU, and the last W-1 inputs, in float64."""
     seen = np.concatenate([past.T, x]).astype(np.float64)
     W = weight.shape[1]
-    y = np.stack([(seen[t : t + W] * weight.T).sum(0) for t in range(len(x))]) if len(x) else np.zeros((0, C))
+    y = (
+        np.stack([(seen[t : t + W] * weight.T).sum(0) for t in range(len(x))])
+        if len(x)
+        else np.zeros((0, C))
+    )
     return y / (1 + np.exp(-y)), seen[len(seen) - (W - 1) :].T
 
 
@@ -77,10 +81,17 @@ def test_sources_and_refs():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_norm_is_a_gated_rms_norm(dtype):
     rng = np.random.default_rng(0)
-    x, gate = (rng.standard_normal((3, 4, 8), dtype=np.float32).astype(jnp.dtype(dtype)) for _ in range(2))
+    x, gate = (
+        rng.standard_normal((3, 4, 8), dtype=np.float32).astype(jnp.dtype(dtype)) for _ in range(2)
+    )
     weight = rng.standard_normal(8, dtype=np.float32)
     wide = x.astype(np.float64)
-    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * weight / (1 + np.exp(-gate.astype(np.float64)))
+    wanted = (
+        wide
+        / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3)
+        * weight
+        / (1 + np.exp(-gate.astype(np.float64)))
+    )
     y = gated_rms_norm(jnp.asarray(x), jnp.asarray(gate), jnp.asarray(weight), eps=1e-3)
     assert y.dtype == jnp.dtype(dtype)
     assert_near(y, wanted, 1e-6 if dtype == "float32" else 4e-3)

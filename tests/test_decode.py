@@ -93,11 +93,20 @@ def test_value_head_reads_key_head_by_division(implementation):
     H, HV, K, V = 2, 4, 32, 16
     keys = jnp.eye(H, K).ravel()
     row = jnp.concatenate([keys, keys, jnp.arange(1.0, HV * V + 1)])[None]
-    operands = dict(a=jnp.zeros((1, HV * K)), b=jnp.full((1, HV), 50.0), A_log=jnp.zeros(HV), dt_bias=jnp.zeros(HV * K))
+    operands = dict(
+        a=jnp.zeros((1, HV * K)),
+        b=jnp.full((1, HV), 50.0),
+        A_log=jnp.zeros(HV),
+        dt_bias=jnp.zeros(HV * K),
+    )
     pool = jnp.zeros((1, HV, V, K))
     with running(implementation):
         _, state = kda_jax.packed_decode(
-            row, **operands, initial_state=pool, ssm_state_indices=jnp.array([0]), implementation=implementation
+            row,
+            **operands,
+            initial_state=pool,
+            ssm_state_indices=jnp.array([0]),
+            implementation=implementation,
         )
     assert np.asarray(state)[0, :, 0].astype(bool).argmax(-1).tolist() == [0, 0, 1, 1]
 
@@ -137,7 +146,9 @@ def test_a_ref_is_updated_in_place(implementation):
 
         @wrap
         def step(ref, operands):
-            out, state = kda_jax.packed_decode(initial_state=ref, **operands, implementation=implementation)
+            out, state = kda_jax.packed_decode(
+                initial_state=ref, **operands, implementation=implementation
+            )
             assert state is None
             return out
 
@@ -180,7 +191,9 @@ def test_nothing_to_do(implementation, B, S):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_lowered_program_names_the_implementation(implementation):
     call = make_call(SHAPES["k32_v16"], dtype="float32")
-    text = lowered_text(lambda x: kda_jax.packed_decode(**x, implementation=implementation), call.operands)
+    text = lowered_text(
+        lambda x: kda_jax.packed_decode(**x, implementation=implementation), call.operands
+    )
     names = [f"@kda_packed_decode_{name}(" for name in IMPLEMENTATIONS]
     assert [name in text for name in names] == [implementation in name for name in names]
     assert ("mosaic_gpu_v2" in text) == (implementation == "mosaic_gpu")
@@ -208,15 +221,23 @@ def test_one_trace_for_many_calls():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_steps_in_a_scan_equal_steps_one_by_one(implementation):
-    calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32", padded=False) for seed in range(3)]
+    calls = [
+        make_call(SHAPES["k32_v16"], seed=seed, dtype="float32", padded=False) for seed in range(3)
+    ]
     operands = on_device(calls[0].operands)
     pool, slots = operands.pop("initial_state"), operands.pop("ssm_state_indices")
-    tokens = {name: jnp.stack([call.operands[name] for call in calls]) for name in ("mixed_qkv", "a", "b")}
+    tokens = {
+        name: jnp.stack([call.operands[name] for call in calls]) for name in ("mixed_qkv", "a", "b")
+    }
     gates = {name: operands[name] for name in ("A_log", "dt_bias")}
 
     def step(pool, token):
         out, pool = kda_jax.packed_decode(
-            **token, **gates, initial_state=pool, ssm_state_indices=slots, implementation=implementation
+            **token,
+            **gates,
+            initial_state=pool,
+            ssm_state_indices=slots,
+            implementation=implementation,
         )
         return pool, out
 
@@ -225,7 +246,9 @@ def test_steps_in_a_scan_equal_steps_one_by_one(implementation):
         for t in range(3):
             pool, out = step(pool, {name: x[t] for name, x in tokens.items()})
             assert_near(scanned[t], out, 1e-6)
-    assert_near(np.asarray(scanned_pool)[np.asarray(slots)], np.asarray(pool)[np.asarray(slots)], 1e-6)
+    assert_near(
+        np.asarray(scanned_pool)[np.asarray(slots)], np.asarray(pool)[np.asarray(slots)], 1e-6
+    )
 
 
 @pytest.mark.parametrize("loop", ["scan", "fori_loop"])
@@ -250,16 +273,18 @@ def test_a_loop_copies_no_pool(loop):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_ref_closed_over_by_a_scan(implementation):
-    calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32", padded=False) for seed in range(2)]
+    calls = [
+        make_call(SHAPES["k32_v16"], seed=seed, dtype="float32", padded=False) for seed in range(2)
+    ]
     x = on_device(calls[0].operands)
     pool = x.pop("initial_state")
     tokens = jnp.stack([call.operands["mixed_qkv"] for call in calls])
     ref = jax.new_ref(pool)
 
     def step(_, row):
-        return None, kda_jax.packed_decode(**x | {"mixed_qkv": row}, initial_state=ref, implementation=implementation)[
-            0
-        ]
+        return None, kda_jax.packed_decode(
+            **x | {"mixed_qkv": row}, initial_state=ref, implementation=implementation
+        )[0]
 
     with running(implementation):
         _, outs = jax.lax.scan(step, None, tokens)
@@ -273,7 +298,9 @@ def test_a_ref_closed_over_by_a_scan(implementation):
 def test_slots_over_two_shards_equal_one_pool(implementation):
     if len(jax.devices()) < 2:
         pytest.skip("needs 2 devices")
-    call = make_call(SHAPES["k32_v16"].__class__(B=4, H=1, HV=2, K=32, V=16, S=8), dtype="float32", padded=False)
+    call = make_call(
+        SHAPES["k32_v16"].__class__(B=4, H=1, HV=2, K=32, V=16, S=8), dtype="float32", padded=False
+    )
     call.operands["ssm_state_indices"][:] = 6, 1, 3, -1
     call.operands["initial_state"][:] = np.random.default_rng(0).standard_normal((8, 2, 16, 32))
     live = call.__class__(call.sizes, call.operands, call.operands["ssm_state_indices"] >= 0)
@@ -282,14 +309,20 @@ def test_slots_over_two_shards_equal_one_pool(implementation):
     spec = jax.sharding.PartitionSpec
 
     def local(pool, rest):
-        mine = rest["ssm_state_indices"] - 4 * jax.lax.axis_index("slots")  # another shard's rows are padded rows here
+        mine = rest["ssm_state_indices"] - 4 * jax.lax.axis_index(
+            "slots"
+        )  # another shard's rows are padded rows here
         out, pool = kda_jax.packed_decode(
             **rest | {"ssm_state_indices": mine}, initial_state=pool, implementation=implementation
         )
         return jax.lax.psum(out, "slots"), pool
 
     step = jax.shard_map(
-        local, mesh=mesh, in_specs=(spec("slots"), spec()), out_specs=(spec(), spec("slots")), check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=(spec("slots"), spec()),
+        out_specs=(spec(), spec("slots")),
+        check_vma=False,
     )
     pool = x.pop("initial_state")
     with running(implementation):
@@ -309,7 +342,9 @@ def test_ahead_of_time(implementation):
 def test_implementations_agree():
     call = make_call(SHAPES["k64_v32"], dtype="bfloat16")
     options = dict(use_qk_l2norm_in_kernel=True, out_dtype="float32")
-    results = [decode(call.operands, implementation, **options) for implementation in IMPLEMENTATIONS]
+    results = [
+        decode(call.operands, implementation, **options) for implementation in IMPLEMENTATIONS
+    ]
     assert_near(results[0][0], results[1][0], 4e-6)
     assert_near(np.asarray(results[0][1])[call.slots], np.asarray(results[1][1])[call.slots], 4e-6)
 
@@ -334,13 +369,19 @@ def test_donated_the_pool_keeps_its_buffer(implementation, pool_dtype):
     operands = on_device(call.operands)
     pool = operands.pop("initial_state")
     step = jax.jit(
-        lambda pool, operands: kda_jax.packed_decode(initial_state=pool, **operands, implementation=implementation),
+        lambda pool, operands: kda_jax.packed_decode(
+            initial_state=pool, **operands, implementation=implementation
+        ),
         donate_argnums=0,
     )
     memory = step.lower(pool, operands).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool.nbytes
-    rows_in_float32 = 4 * sizes.B * sizes.HV * sizes.V * sizes.K  # what the reference gathers and updates
-    assert memory.temp_size_in_bytes < (2 * rows_in_float32 if implementation == "xla" else pool.nbytes / 100)
+    rows_in_float32 = (
+        4 * sizes.B * sizes.HV * sizes.V * sizes.K
+    )  # what the reference gathers and updates
+    assert memory.temp_size_in_bytes < (
+        2 * rows_in_float32 if implementation == "xla" else pool.nbytes / 100
+    )
     address = pool.unsafe_buffer_pointer()
     out, state = step(pool, operands)
     assert state.unsafe_buffer_pointer() == address
@@ -355,12 +396,18 @@ def test_a_ref_is_not_copied(implementation):
     x = make_call(sizes).operands
     rest = on_device({name: x[name] for name in x if name != "initial_state"})
     ref = jax.new_ref(jnp.zeros((400, sizes.HV, sizes.V, sizes.K)))
-    step = jax.jit(lambda ref, x: kda_jax.packed_decode(initial_state=ref, **x, implementation=implementation)[0])
+    step = jax.jit(
+        lambda ref, x: kda_jax.packed_decode(initial_state=ref, **x, implementation=implementation)[
+            0
+        ]
+    )
     memory = step.lower(ref, rest).compile().memory_analysis()
     pool_bytes = 400 * sizes.HV * sizes.V * sizes.K * 4
     rows_in_float32 = 4 * sizes.B * sizes.HV * sizes.V * sizes.K
     assert memory.alias_size_in_bytes >= pool_bytes
-    assert memory.temp_size_in_bytes < (2 * rows_in_float32 if implementation == "xla" else pool_bytes / 100)
+    assert memory.temp_size_in_bytes < (
+        2 * rows_in_float32 if implementation == "xla" else pool_bytes / 100
+    )
 
 
 @pytest.mark.gpu
@@ -393,7 +440,10 @@ def test_operands_that_are_slices_of_larger_arrays(implementation, donated):
     x = on_device(make_call(SHAPES["k32_v16"], dtype="float32").operands)
     wanted = decode(x, implementation)
     pool = jnp.array(x.pop("initial_state"), copy=True)
-    larger = {name: jnp.stack([jnp.ones_like(array), array, jnp.ones_like(array)]) for name, array in x.items()}
+    larger = {
+        name: jnp.stack([jnp.ones_like(array), array, jnp.ones_like(array)])
+        for name, array in x.items()
+    }
 
     def step(pool, larger):
         layer = {name: array[1] for name, array in larger.items()}

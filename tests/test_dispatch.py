@@ -14,20 +14,28 @@ import kda_jax
 
 
 def structs(shape):
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in make_call(SHAPES[shape]).operands.items()}
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, x in make_call(SHAPES[shape]).operands.items()
+    }
 
 
 def test_auto_takes_the_first_that_can_run():
     explained = kda_jax.explain(**structs("k64_v32"))
     assert explained.implementation == ("mosaic_gpu" if ON_GPU else "xla")
     assert explained.sizes == SHAPES["k64_v32"]
-    assert kda_jax.explain(**structs("k60_v24")).implementation == ("triton" if WITH_TRITON else "xla")
+    assert kda_jax.explain(**structs("k60_v24")).implementation == (
+        "triton" if WITH_TRITON else "xla"
+    )
 
 
 def test_explain_says_why_not():
     explained = kda_jax.explain(**structs("k60_v24"))
     assert list(explained.reasons) == ["mosaic_gpu", "triton", "xla"]
-    assert "K=60 is not a multiple of 32 up to 256; use implementation='xla'" in explained.reasons["mosaic_gpu"]
+    assert (
+        "K=60 is not a multiple of 32 up to 256; use implementation='xla'"
+        in explained.reasons["mosaic_gpu"]
+    )
     assert explained.reasons[explained.implementation] is None
     chosen = [line for line in str(explained).splitlines() if line.startswith("  -> ")]
     assert chosen == [f"  -> {explained.implementation:<11} runs"]
@@ -35,12 +43,18 @@ def test_explain_says_why_not():
 
 @pytest.mark.skipif(ON_GPU, reason="asks what a CPU says")
 def test_explain_on_a_cpu():
-    assert kda_jax.explain(**structs("k64_v32")).reasons["mosaic_gpu"] == "the default backend is cpu, not gpu"
+    assert (
+        kda_jax.explain(**structs("k64_v32")).reasons["mosaic_gpu"]
+        == "the default backend is cpu, not gpu"
+    )
 
 
 def test_explain_takes_what_packed_decode_takes():
     call = make_call(SHAPES["k64_v32"])
-    assert kda_jax.explain(**call.operands, lower_bound=-5.0, implementation="xla").reasons["xla"] is None
+    assert (
+        kda_jax.explain(**call.operands, lower_bound=-5.0, implementation="xla").reasons["xla"]
+        is None
+    )
     with pytest.raises(kda_jax.ContractError):
         kda_jax.explain(**call.operands | {"dt_bias": np.zeros(4, np.float32)})
 
@@ -58,7 +72,9 @@ def test_a_named_implementation_runs_or_raises(shape, reason):
 
 
 def test_an_unknown_name():
-    with pytest.raises(ValueError, match="must be 'auto', 'mosaic_gpu', 'triton' or 'xla' \\(got 'cuda'\\)"):
+    with pytest.raises(
+        ValueError, match="must be 'auto', 'mosaic_gpu', 'triton' or 'xla' \\(got 'cuda'\\)"
+    ):
         kda_jax.packed_decode(**make_call(SHAPES["k64_v32"]).operands, implementation="cuda")
 
 
@@ -67,13 +83,19 @@ def test_a_symbolic_batch_is_for_xla():
     operands = structs("k64_v32")
     for name in ("mixed_qkv", "a", "b", "ssm_state_indices"):
         operands[name] = jax.ShapeDtypeStruct((B, *operands[name].shape[1:]), operands[name].dtype)
-    exported = jax.export.export(jax.jit(lambda x: kda_jax.packed_decode(**x, implementation="xla")))(operands)
+    exported = jax.export.export(
+        jax.jit(lambda x: kda_jax.packed_decode(**x, implementation="xla"))
+    )(operands)
     call = make_call(SHAPES["k64_v32"])
     expected = kda_jax.packed_decode(**call.operands, implementation="xla")
     got = exported.call({name: jnp.asarray(x) for name, x in call.operands.items()})
     assert np.asarray(got[0]).tobytes() == np.asarray(expected[0]).tobytes()
-    with pytest.raises(NotImplementedError, match="B is symbolic, and a kernel's grid needs a number"):
-        jax.export.export(jax.jit(lambda x: kda_jax.packed_decode(**x, implementation="mosaic_gpu")))(operands)
+    with pytest.raises(
+        NotImplementedError, match="B is symbolic, and a kernel's grid needs a number"
+    ):
+        jax.export.export(
+            jax.jit(lambda x: kda_jax.packed_decode(**x, implementation="mosaic_gpu"))
+        )(operands)
 
 
 @pytest.mark.skipif(ON_GPU, reason="asks what a CPU says")
@@ -83,6 +105,10 @@ def test_a_kernel_on_a_cpu_fails_with_jaxs_own_message():
 
 
 def test_importing_kda_jax_loads_no_kernel_backend():
-    program = "import sys, kda_jax; print([m for m in sys.modules if 'pallas' in m or m == 'triton'])"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, kda_jax; print([m for m in sys.modules if 'pallas' in m or m == 'triton'])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "[]"

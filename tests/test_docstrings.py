@@ -33,11 +33,16 @@ def test_each_operand_is_documented_with_the_tables_axes(name):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in dir(kda_jax) if not n.startswith("_") and inspect.isfunction(getattr(kda_jax, n))]
+    "name",
+    [n for n in dir(kda_jax) if not n.startswith("_") and inspect.isfunction(getattr(kda_jax, n))],
 )
 def test_public_docstrings_are_whole(name):
     text = getattr(kda_jax, name).__doc__
-    for part in (">>> ", "Raises:", "Args:" if name.startswith("validate_") or name == "commit" else "Returns:"):
+    for part in (
+        ">>> ",
+        "Raises:",
+        "Args:" if name.startswith("validate_") or name == "commit" else "Returns:",
+    ):
         assert part in text, f"{name}: no {part!r}"
 
 
@@ -46,7 +51,9 @@ def test_parameters_are_the_tables(name):
     contract = CONTRACTS[name]
     parameters = inspect.signature(getattr(kda_jax, name)).parameters
     positional = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
-    assert positional == [operand.name for operand in contract.operands if operand.name in positional]
+    assert positional == [
+        operand.name for operand in contract.operands if operand.name in positional
+    ]
     known = {x.name for x in (*contract.operands, *contract.options)} - {"out"}
     assert known <= set(parameters) | {"use_qk_l2norm_in_kernel"}
     assert set(parameters) - known <= {"implementation"}
@@ -79,11 +86,17 @@ def test_the_shapes_beside_an_implementations_parameters_are_the_tables(module):
 
 def test_the_shapes_beside_prefills_parameters_and_the_layers_fields_are_the_tables():
     folder = Path(kda_jax.__file__).parent
-    chunk = re.findall(r"^    (\w+?)(?:=None)?,  # (\[.*?\])", (folder / "chunk.py").read_text(), re.M)
+    chunk = re.findall(
+        r"^    (\w+?)(?:=None)?,  # (\[.*?\])", (folder / "chunk.py").read_text(), re.M
+    )
     assert len(chunk) == len(CHUNK_KDA.operands)
     names = {"pool": "initial_state", "sources": "source_indices"}
-    fields = re.findall(r"^    (\w+): Leaf(?: = None)?  # (\[.*?\])", (folder / "weights.py").read_text(), re.M)
+    fields = re.findall(
+        r"^    (\w+): Leaf(?: = None)?  # (\[.*?\])", (folder / "weights.py").read_text(), re.M
+    )
     assert len(fields) == 18
     for contract, found in ((CHUNK_KDA, chunk), (LAYER_DECODE, fields)):
         for name, shape in found:
-            assert shape.replace(" ", "") == contract.by_name[names.get(name, name)].expected.replace(" ", ""), name
+            assert shape.replace(" ", "") == contract.by_name[
+                names.get(name, name)
+            ].expected.replace(" ", ""), name

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    path for path in sorted(ROOT.glob("**/*.md")) if ".venv" not in path.parts and "```python" in path.read_text()
+    path
+    for path in sorted(ROOT.glob("**/*.md"))
+    if ".venv" not in path.parts and "```python" in path.read_text()
 ]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.S)
 
@@ -29,13 +31,21 @@ def test_code_blocks_run(path, capsys):
 
 
 def test_the_documents_are_found():
-    assert {"README.md", "contracts/README.md"} <= {str(path.relative_to(ROOT)) for path in DOCUMENTS}
+    assert {"README.md", "contracts/README.md"} <= {
+        str(path.relative_to(ROOT)) for path in DOCUMENTS
+    }
 
 
 def test_every_test_that_the_documents_name_exists():
-    named = {name for path in ROOT.glob("docs/*.md") for name in re.findall(r"`(test_\w+)`", path.read_text())}
+    named = {
+        name
+        for path in ROOT.glob("docs/*.md")
+        for name in re.findall(r"`(test_\w+)`", path.read_text())
+    }
     defined = {
-        name for path in ROOT.glob("tests/test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+        name
+        for path in ROOT.glob("tests/test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
     assert named
     assert named <= defined, sorted(named - defined)
@@ -49,6 +59,8 @@ def test_the_figures_come_from_the_results():
         text = (ROOT / name).read_text()
         assert report.filled(text) == text, "run python benchmarks/report.py"
     shown = {
-        name for path in report.DOCUMENTS for name in re.findall(r"<!-- figures (\w+):", (ROOT / path).read_text())
+        name
+        for path in report.DOCUMENTS
+        for name in re.findall(r"<!-- figures (\w+):", (ROOT / path).read_text())
     }
     assert shown == set(report.TABLES)

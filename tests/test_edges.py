@@ -19,7 +19,9 @@ def operands(**options):
     return random_operands(SIZES, dtype="float32", **options)
 
 
-@pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "A_log", "dt_bias", "initial_state", "ssm_state_indices"])
+@pytest.mark.parametrize(
+    "name", ["mixed_qkv", "a", "b", "A_log", "dt_bias", "initial_state", "ssm_state_indices"]
+)
 def test_numpy_operands_of_another_byte_order(name):
     x = operands()
     expected = kda_jax.packed_decode(**x)
@@ -33,7 +35,8 @@ def test_fresh_numpy_arrays_without_elements(B, S):
     # Their strides are all 0 in NumPy 2.5, and their layout no mistake.
     x = operands()
     empty = {
-        name: np.zeros((B, *x[name].shape[1:]), x[name].dtype) for name in ("mixed_qkv", "a", "b", "ssm_state_indices")
+        name: np.zeros((B, *x[name].shape[1:]), x[name].dtype)
+        for name in ("mixed_qkv", "a", "b", "ssm_state_indices")
     }
     pool = np.zeros((S, *x["initial_state"].shape[1:]), np.float32)
     out, state = kda_jax.packed_decode(**x | empty | {"initial_state": pool})
@@ -42,10 +45,15 @@ def test_fresh_numpy_arrays_without_elements(B, S):
 
 
 def test_numpy_integers_as_dimensions():
-    structs = {name: jax.ShapeDtypeStruct(tuple(map(np.int64, x.shape)), x.dtype) for name, x in operands().items()}
+    structs = {
+        name: jax.ShapeDtypeStruct(tuple(map(np.int64, x.shape)), x.dtype)
+        for name, x in operands().items()
+    }
     assert check(PACKED_DECODE, **structs) == SIZES
     with pytest.raises(ContractError, match="`dt_bias` must have 64 elements"):
-        check(PACKED_DECODE, **structs | {"dt_bias": jax.ShapeDtypeStruct((np.int64(5),), "float32")})
+        check(
+            PACKED_DECODE, **structs | {"dt_bias": jax.ShapeDtypeStruct((np.int64(5),), "float32")}
+        )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,10 @@ def test_numpy_integers_as_dimensions():
         ({"scale": 1j}, "got complex 1j"),
         ({"scale": np.bool_(True)}, "`scale` must be a finite number above 0"),
         ({"lower_bound": -1e39}, "in float32 it is -inf"),
-        ({"use_qk_l2norm_in_kernel": "no"}, "`use_qk_l2norm_in_kernel` must be True or False \\(got str 'no'\\)"),
+        (
+            {"use_qk_l2norm_in_kernel": "no"},
+            "`use_qk_l2norm_in_kernel` must be True or False \\(got str 'no'\\)",
+        ),
         ({"use_qk_l2norm_in_kernel": 1}, "must be True or False"),
         ({"use_qk_l2norm_in_kernel": np.array([True, False])}, "must be True or False"),
         ({"out_dtype": np.zeros(3)}, "`out_dtype` must be float32, .* \\(got ndarray"),
@@ -71,7 +82,9 @@ def test_an_option_that_is_no_such_thing(options, message):
 
 def test_a_traced_flag_is_named():
     with pytest.raises(TypeError, match="`use_qk_l2norm_in_kernel` must be static"):
-        jax.jit(lambda flag: kda_jax.packed_decode(**operands(), use_qk_l2norm_in_kernel=flag))(True)
+        jax.jit(lambda flag: kda_jax.packed_decode(**operands(), use_qk_l2norm_in_kernel=flag))(
+            True
+        )
     assert check(PACKED_DECODE, **operands(), use_qk_l2norm_in_kernel=np.bool_(True)) == SIZES
 
 
@@ -81,14 +94,20 @@ def test_what_is_no_operand(implementation):
     ref = jax.new_ref(jnp.stack([x["initial_state"]] * 2))
     struct = jax.ShapeDtypeStruct((3,), jnp.int32)
     with pytest.raises(
-        ContractError, match=r"`initial_state` must be an array .*a view of a jax\.Ref is not supported"
+        ContractError,
+        match=r"`initial_state` must be an array .*a view of a jax\.Ref is not supported",
     ):
-        jax.jit(lambda ref: kda_jax.packed_decode(**x | {"initial_state": ref.at[0]}, implementation=implementation))(
-            ref
-        )
+        jax.jit(
+            lambda ref: kda_jax.packed_decode(
+                **x | {"initial_state": ref.at[0]}, implementation=implementation
+            )
+        )(ref)
     for wrong, message in (
         ({"a": jax.new_ref(x["a"])}, "`a` must be an array .*only the pool may be a jax.Ref"),
-        ({"ssm_state_indices": jax.new_ref(x["ssm_state_indices"])}, "`ssm_state_indices` .*only the pool"),
+        (
+            {"ssm_state_indices": jax.new_ref(x["ssm_state_indices"])},
+            "`ssm_state_indices` .*only the pool",
+        ),
         ({"source_indices": struct}, "`source_indices` .*kda_jax.explain takes it"),
     ):
         with pytest.raises(ContractError, match=message):
@@ -96,14 +115,18 @@ def test_what_is_no_operand(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "A_log", "dt_bias", "ssm_state_indices", "source_indices"])
+@pytest.mark.parametrize(
+    "name", ["mixed_qkv", "a", "b", "A_log", "dt_bias", "ssm_state_indices", "source_indices"]
+)
 def test_an_unmapped_ref_whatever_is_mapped(implementation, name):
     x = {key: jnp.asarray(array) for key, array in operands().items()}
     x["source_indices"] = x["ssm_state_indices"]
     ref = jax.new_ref(x.pop("initial_state"))
 
     def step(y):
-        return kda_jax.packed_decode(**x | {name: y}, initial_state=ref, implementation=implementation)[0]
+        return kda_jax.packed_decode(
+            **x | {name: y}, initial_state=ref, implementation=implementation
+        )[0]
 
     with pytest.raises(NotImplementedError, match="under vmap"), running(implementation):
         jax.vmap(step)(jnp.stack([x[name]] * 2))
@@ -145,7 +168,9 @@ def test_gradients_at_the_gates_ends(case, name):
     fixed = {key: array for key, array in x.items() if key != name}
 
     def loss(y):
-        out, state = kda_jax.packed_decode(**fixed, **{name: y}, lower_bound=lower_bound, implementation="xla")
+        out, state = kda_jax.packed_decode(
+            **fixed, **{name: y}, lower_bound=lower_bound, implementation="xla"
+        )
         return (out * 0.5).sum() + (state * state).sum()
 
     def exact(y):
@@ -167,9 +192,13 @@ def test_slot_helpers_refuse_what_they_would_spoil():
     with pytest.raises(ContractError, match="must be one array led by S"):
         kda_jax.clear_slots(jnp.ones(()), [0])
     for wrong in (np.array([1], "u4"), np.array([True]), [1.5], 1, [[1]]):
-        with pytest.raises(ContractError, match=r"kda_jax.clear_slots: indices must be \[n\] signed integers"):
+        with pytest.raises(
+            ContractError, match=r"kda_jax.clear_slots: indices must be \[n\] signed integers"
+        ):
             kda_jax.clear_slots(pools[0], wrong)
-        with pytest.raises(ContractError, match=r"kda_jax.pad_slots: indices must be \[n\] signed integers"):
+        with pytest.raises(
+            ContractError, match=r"kda_jax.pad_slots: indices must be \[n\] signed integers"
+        ):
             kda_jax.pad_slots(wrong, 3)
 
 
@@ -206,7 +235,10 @@ def test_normalizers_at_their_edges():
 
 def test_a_pool_without_values_is_for_xla():
     x = operands()
-    x |= {"initial_state": np.zeros((6, 2, 0, 32), np.float32), "mixed_qkv": np.zeros((3, 64), np.float32)}
+    x |= {
+        "initial_state": np.zeros((6, 2, 0, 32), np.float32),
+        "mixed_qkv": np.zeros((3, 64), np.float32),
+    }
     out, state = kda_jax.packed_decode(**x)
     assert out.shape == (3, 1, 2, 0)
     assert state.shape == (6, 2, 0, 32)

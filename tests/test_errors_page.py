@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 import kda_contracts
-from kda_contracts import PACKED_DECODE, ContractError, normalize_a, normalize_A_log, normalize_dt_bias
+from kda_contracts import (
+    PACKED_DECODE,
+    ContractError,
+    normalize_a,
+    normalize_A_log,
+    normalize_dt_bias,
+)
 from kda_contracts.spec import Contract, Rule
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +23,13 @@ WORDS = re.sub(r"\s+", " ", PAGE)
 CONTRACTS = {x.name: x for x in vars(kda_contracts).values() if isinstance(x, Contract)}
 # Where messages for callers are written, the tables apart.
 SOURCES = {
-    "contracts/kda_contracts": ("judge", "options", "normalize", "checkpoint", "safetensors_header"),
+    "contracts/kda_contracts": (
+        "judge",
+        "options",
+        "normalize",
+        "checkpoint",
+        "safetensors_header",
+    ),
     "kda_jax": (
         "checkpoint",
         "chunk",
@@ -38,12 +50,20 @@ FENCE = re.compile(r"(^##[^\n]*\n\n)?^```(\w+)\n(.*?)^```", re.M | re.S)
 
 def fences(*, headed):
     """The text fences: right behind a heading, messages with placeholders; elsewhere, examples."""
-    return [text for heading, kind, text in FENCE.findall(PAGE) if kind == "text" and bool(heading) == headed]
+    return [
+        text
+        for heading, kind, text in FENCE.findall(PAGE)
+        if kind == "text" and bool(heading) == headed
+    ]
 
 
 def messages():
     """Every message of the page; in a fence an indented line belongs to the one before it."""
-    return [line for text in fences(headed=True) for line in re.sub(r"\n +", " ", text.strip()).split("\n")]
+    return [
+        line
+        for text in fences(headed=True)
+        for line in re.sub(r"\n +", " ", text.strip()).split("\n")
+    ]
 
 
 def missing(contract):
@@ -52,7 +72,9 @@ def missing(contract):
 
 def is_known(example):
     """Whether the example's first line is a message of the page, its placeholders filled in."""
-    patterns = (".+?".join(map(re.escape, re.split(r"\{[\w.]+\}", message))) for message in messages())
+    patterns = (
+        ".+?".join(map(re.escape, re.split(r"\{[\w.]+\}", message))) for message in messages()
+    )
     first = re.sub(r"\n +", " ", example.strip())
     return any(re.match(pattern, first) for pattern in patterns)
 
@@ -68,13 +90,20 @@ def literals(source):
             skipped |= set(node.args)
     for node in set(ast.walk(tree)) - skipped:
         parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-        fixed = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+        fixed = [
+            part.value
+            for part in parts
+            if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        ]
         if " " in "".join(fixed).strip() and len(re.findall(r"[A-Za-z]{2,}", " ".join(fixed))) >= 3:
             yield fixed
 
 
 def is_on_the_page(fixed):
-    return re.search(".{0,150}?".join(re.escape(re.sub(r"\s+", " ", part)) for part in fixed), WORDS) is not None
+    return (
+        re.search(".{0,150}?".join(re.escape(re.sub(r"\s+", " ", part)) for part in fixed), WORDS)
+        is not None
+    )
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
@@ -84,7 +113,9 @@ def test_every_rule_of_the_tables(name):
 
 def test_every_text_of_the_code():
     paths = [ROOT / folder / f"{name}.py" for folder, names in SOURCES.items() for name in names]
-    absent = [fixed for path in paths for fixed in literals(path.read_text()) if not is_on_the_page(fixed)]
+    absent = [
+        fixed for path in paths for fixed in literals(path.read_text()) if not is_on_the_page(fixed)
+    ]
     assert not absent, "docs/errors.md needs an entry"
 
 
@@ -112,8 +143,12 @@ def test_what_the_normalizers_raise(normalize):
 
 def test_a_new_message_is_missed():
     rule = Rule("shape", "a", "`a` must be nowhere on the page (got {a.shape}).")
-    assert missing(dataclasses.replace(PACKED_DECODE, rules=(*PACKED_DECODE.rules, rule))) == [rule.message]
-    new = next(literals('"a docstring"\nraise ValueError(f"`{x}` must be nowhere on the page (got {y})")'))
+    assert missing(dataclasses.replace(PACKED_DECODE, rules=(*PACKED_DECODE.rules, rule))) == [
+        rule.message
+    ]
+    new = next(
+        literals('"a docstring"\nraise ValueError(f"`{x}` must be nowhere on the page (got {y})")')
+    )
     assert new == ["`", "` must be nowhere on the page (got ", ")"]
     assert not is_on_the_page(new)
     assert not is_known("`a` is nowhere on the page (got 3).")

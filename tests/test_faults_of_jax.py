@@ -78,7 +78,9 @@ def test_B67_flat_and_interleaved_rows():
     assert_same_bits(kda_jax.pack_qkv(q, k, v), flat)
     interleaved = np.array([[1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12]], np.float32)
     assert_same_bits(kda_jax.pack_qkv(interleaved, H=2, K=2, V=2), flat)
-    grouped = np.array([[1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12]], np.float32)  # one v of 1 element for each of 4 heads
+    grouped = np.array(
+        [[1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12]], np.float32
+    )  # one v of 1 element for each of 4 heads
     assert_same_bits(kda_jax.pack_qkv(grouped, H=2, K=2, V=1), flat)
     for wrong in (dict(H=5, K=2, V=2), dict(H=2, K=3, V=2), dict(H=2, K=2), dict(H=2, K=1, V=3)):
         with pytest.raises(ContractError, match="an interleaved row"):
@@ -91,7 +93,9 @@ def test_B67_flat_and_interleaved_rows():
 def reordered_for_ranks(row, ranks, H, HV, K, V):
     """[q0 k0 v0 | q1 k1 v1]: the packed row, so that a contiguous cut gives each rank its heads' flat row."""
     q, k, v = jnp.split(row, [H * K, 2 * H * K], axis=1)
-    return jnp.concatenate([x.reshape(len(row), ranks, -1) for x in (q, k, v)], axis=2).reshape(len(row), -1)
+    return jnp.concatenate([x.reshape(len(row), ranks, -1) for x in (q, k, v)], axis=2).reshape(
+        len(row), -1
+    )
 
 
 HEADS_SPECS = dict(
@@ -111,7 +115,11 @@ def sharded_over_heads(implementation, check_vma, mesh):
         return kda_jax.packed_decode(**x, implementation=implementation)
 
     out_specs = (P(None, None, "tp"), P(None, "tp"))
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(HEADS_SPECS,), out_specs=out_specs, check_vma=check_vma))
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(HEADS_SPECS,), out_specs=out_specs, check_vma=check_vma
+        )
+    )
 
 
 @each_implementation
@@ -138,8 +146,14 @@ def test_B70_operands_that_are_slices_and_transposes_inside_jit(implementation):
 
     @jax.jit
     def step(fused, across, layers, rest):
-        operands = {"mixed_qkv": fused[:, 8 : 8 + 384], "a": fused[:, 392 : 392 + 256], "b": across.T}
-        return kda_jax.packed_decode(**rest | operands, initial_state=layers[:, 1], implementation=implementation)
+        operands = {
+            "mixed_qkv": fused[:, 8 : 8 + 384],
+            "a": fused[:, 392 : 392 + 256],
+            "b": across.T,
+        }
+        return kda_jax.packed_decode(
+            **rest | operands, initial_state=layers[:, 1], implementation=implementation
+        )
 
     rest = {name: x[name] for name in ("A_log", "dt_bias", "ssm_state_indices")}
     with running(implementation):
@@ -241,7 +255,8 @@ def test_B79_B81_donation_is_used_and_the_old_pool_is_gone(implementation, pool_
     x = on_device(base())
     pool = x.pop("initial_state").astype(pool_dtype)
     step = jax.jit(
-        lambda pool: kda_jax.packed_decode(**x, initial_state=pool, implementation=implementation), donate_argnums=0
+        lambda pool: kda_jax.packed_decode(**x, initial_state=pool, implementation=implementation),
+        donate_argnums=0,
     )
     with warnings.catch_warnings(), running(implementation):
         warnings.simplefilter("error")
@@ -274,7 +289,9 @@ def test_B82_B90_the_first_call_steps_once_and_nothing_retraces(implementation):
 @each_implementation
 def test_B84_vmap_equals_a_loop(implementation):
     calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32") for seed in range(3)]
-    stacked = {name: jnp.stack([call.operands[name] for call in calls]) for name in calls[0].operands}
+    stacked = {
+        name: jnp.stack([call.operands[name] for call in calls]) for name in calls[0].operands
+    }
 
     def step(x):
         return kda_jax.packed_decode(**x, implementation=implementation)
@@ -288,7 +305,9 @@ def test_B84_vmap_equals_a_loop(implementation):
     with running(implementation):
         out, state = jax.vmap(step, in_axes=(axes,))(shared)
         moved = stacked | {"initial_state": jnp.moveaxis(stacked["initial_state"], 0, 2)}
-        by_axis_2 = jax.vmap(step, in_axes=({name: 2 if name == "initial_state" else 0 for name in stacked},))(moved)
+        by_axis_2 = jax.vmap(
+            step, in_axes=({name: 2 if name == "initial_state" else 0 for name in stacked},)
+        )(moved)
     assert state.shape == (3, *shared["initial_state"].shape)
     for i, call in enumerate(calls):
         one = {name: x if axes[name] is None else x[i] for name, x in shared.items()}
@@ -330,8 +349,14 @@ def test_B86_a_sharded_pool_without_shard_map_inside_jit():
     x = on_device(base(dtype="float32"))
     pool = jax.device_put(x.pop("initial_state"), NamedSharding(mesh, P(None, "tp")))
     for name in set(IMPLEMENTATIONS) - {"xla"}:
-        step = jax.jit(lambda pool, name=name: kda_jax.packed_decode(**x, initial_state=pool, implementation=name))
-        with pytest.raises(NotImplementedError, match="sharded over several devices outside shard_map"):
+        step = jax.jit(
+            lambda pool, name=name: kda_jax.packed_decode(
+                **x, initial_state=pool, implementation=name
+            )
+        )
+        with pytest.raises(
+            NotImplementedError, match="sharded over several devices outside shard_map"
+        ):
             step(pool)
 
 
@@ -340,10 +365,14 @@ def test_B86_a_sharded_pool_without_shard_map():
     x = on_device(base(dtype="float32"))
     pool = jax.device_put(x.pop("initial_state"), NamedSharding(mesh, P(None, "tp")))
     for name in set(IMPLEMENTATIONS) - {"xla"}:
-        with pytest.raises(NotImplementedError, match="sharded over several devices outside shard_map"):
+        with pytest.raises(
+            NotImplementedError, match="sharded over several devices outside shard_map"
+        ):
             decode(x | {"initial_state": pool}, name)
     assert_near(
-        decode(x | {"initial_state": pool}, "xla")[1], decode(x | {"initial_state": np.asarray(pool)}, "xla")[1], 1e-6
+        decode(x | {"initial_state": pool}, "xla")[1],
+        decode(x | {"initial_state": np.asarray(pool)}, "xla")[1],
+        1e-6,
     )
 
 
@@ -374,22 +403,35 @@ def test_B91_differentiation():
     x = on_device(base((4, 1, 0), dtype="float32"))
 
     def loss(row, implementation):
-        return kda_jax.packed_decode(**x | {"mixed_qkv": row}, implementation=implementation)[0].sum()
+        return kda_jax.packed_decode(**x | {"mixed_qkv": row}, implementation=implementation)[
+            0
+        ].sum()
 
     for name in set(IMPLEMENTATIONS) - {"xla"}:
-        with pytest.raises(NotImplementedError, match="implementation='xla' differentiates"), running(name):
+        with (
+            pytest.raises(NotImplementedError, match="implementation='xla' differentiates"),
+            running(name),
+        ):
             jax.grad(loss)(x["mixed_qkv"], name)
-        with pytest.raises(NotImplementedError, match="implementation='xla' differentiates"), running(name):
-            jax.grad(lambda row, name=name: loss(row, name).astype(jnp.float32))(x["mixed_qkv"].astype(jnp.bfloat16))
+        with (
+            pytest.raises(NotImplementedError, match="implementation='xla' differentiates"),
+            running(name),
+        ):
+            jax.grad(lambda row, name=name: loss(row, name).astype(jnp.float32))(
+                x["mixed_qkv"].astype(jnp.bfloat16)
+            )
     gradient = jax.grad(loss)(x["mixed_qkv"], "xla")
     direction = np.random.default_rng(0).standard_normal(x["mixed_qkv"].shape)
     ends = [
         oracle.packed_decode(
-            **{n: np.asarray(y) for n, y in x.items()} | {"mixed_qkv": np.asarray(x["mixed_qkv"]) + h * direction}
+            **{n: np.asarray(y) for n, y in x.items()}
+            | {"mixed_qkv": np.asarray(x["mixed_qkv"]) + h * direction}
         )[0].sum()
         for h in (1e-4, -1e-4)
     ]
-    assert float((gradient * direction).sum()) == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-4)
+    assert float((gradient * direction).sum()) == pytest.approx(
+        (ends[0] - ends[1]) / 2e-4, rel=1e-4
+    )
 
 
 @pytest.mark.gpu
@@ -402,7 +444,9 @@ def test_B92_captured_steps_follow_changed_indices(implementation):
     @jax.jit
     def step(pools, slots):
         return [
-            kda_jax.packed_decode(**rest, initial_state=p, ssm_state_indices=slots, implementation=implementation)
+            kda_jax.packed_decode(
+                **rest, initial_state=p, ssm_state_indices=slots, implementation=implementation
+            )
             for p in pools
         ]
 
@@ -433,7 +477,9 @@ print(kda_jax.packed_decode(jnp.ones((1, 6)), **x, **y)[0].shape)
 try: kda_jax.packed_decode(jnp.ones((1, 6)), **x, **y, implementation="triton")
 except NotImplementedError as error: print("triton" in str(error).lower())
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert run.stdout.split("\n")[:2] == ["(1, 1, 1, 2)", "True"]
 
 
@@ -467,7 +513,9 @@ def test_B96_odd_slot_sizes_at_every_slot(implementation, pool_dtype):
     for slots in ((5, 1, 4), (0, 3, 2)):
         call = make_call(Sizes(B=3, H=1, HV=3, K=K, V=V, S=6), padded=False, pool_dtype=pool_dtype)
         call.operands["ssm_state_indices"][:] = slots
-        call.operands["initial_state"][:] = random_operands(call.sizes, seed=7, pool_dtype=pool_dtype)["initial_state"]
+        call.operands["initial_state"][:] = random_operands(
+            call.sizes, seed=7, pool_dtype=pool_dtype
+        )["initial_state"]
         assert_meets_oracle(call, *decode(call.operands, implementation))
 
 
@@ -498,7 +546,9 @@ def test_B99_checkify_around_the_op(implementation):
         return kda_jax.packed_decode(**x, implementation=implementation)
 
     with running(implementation):
-        error, got = checkify.checkify(jax.jit(step), errors=checkify.user_checks)(on_device(call.operands))
+        error, got = checkify.checkify(jax.jit(step), errors=checkify.user_checks)(
+            on_device(call.operands)
+        )
     error.throw()
     assert_meets_oracle(call, *got)
 
@@ -511,7 +561,9 @@ def test_B101_nothing_is_remembered_between_calls():
 @each_implementation
 def test_B102_per_device_shapes_under_pmap(implementation):
     calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32") for seed in range(2)]
-    stacked = {name: jnp.stack([call.operands[name] for call in calls]) for name in calls[0].operands}
+    stacked = {
+        name: jnp.stack([call.operands[name] for call in calls]) for name in calls[0].operands
+    }
 
     def step(x):
         return kda_jax.packed_decode(**x, implementation=implementation)
@@ -544,7 +596,9 @@ def test_B104_the_first_token_after_a_handed_over_state(implementation):
     pool = np.zeros((6, 4, 32, 64))
     fixed = {name: tokens[0][name] for name in ("A_log", "dt_bias")}
     for token in tokens[:32]:
-        _, pool = oracle.packed_decode(**token | fixed | {"initial_state": pool}, use_qk_l2norm_in_kernel=True)
+        _, pool = oracle.packed_decode(
+            **token | fixed | {"initial_state": pool}, use_qk_l2norm_in_kernel=True
+        )
     expected_out, expected = oracle.packed_decode(
         **tokens[32] | fixed | {"initial_state": pool}, use_qk_l2norm_in_kernel=True
     )

@@ -32,7 +32,8 @@ def test_B25_dt_bias_is_per_channel(implementation):
     bias[:, :4] = np.arange(8).reshape(2, 4)
     rows = gate_rows(np.zeros((2, 32)), bias, np.zeros(2), implementation)
     assert rows[:, :4] == pytest.approx(
-        np.array([[0.5, 0.268941, 0.119203, 0.047426], [0.017986, 0.006693, 0.002473, 0.000911]]), abs=1e-6
+        np.array([[0.5, 0.268941, 0.119203, 0.047426], [0.017986, 0.006693, 0.002473, 0.000911]]),
+        abs=1e-6,
     )
 
 
@@ -57,7 +58,9 @@ def test_B27_an_A_log_sized_by_the_projection(implementation):
 def test_B28_a_padded_A_log(implementation):
     x = base((0,), H=96, HV=96, K=128, V=128, S=1)
     padded = np.pad(x["A_log"], (0, 32))
-    with pytest.raises(ContractError, match=r"`A_log` must have 96 elements \(got 128\).[\s\S]*its tail is zero"):
+    with pytest.raises(
+        ContractError, match=r"`A_log` must have 96 elements \(got 128\).[\s\S]*its tail is zero"
+    ):
         decode(x | {"A_log": padded}, implementation)
     assert_same_bits(kda_jax.normalize_A_log(padded, 96), x["A_log"])
     with pytest.raises(ContractError, match="its tail is not zero"):
@@ -68,8 +71,18 @@ def test_B28_a_padded_A_log(implementation):
 def test_B29_A_log_and_a_in_a_checkpoints_shapes(implementation):
     x = base()
     with pytest.raises(ContractError) as caught:
-        decode(x | {"A_log": x["A_log"].reshape(1, 1, 4, 1), "a": x["a"].reshape(3, 4, 64)}, implementation)
-    for part in ("must be 1D", "(4,)", "A_log.reshape(4)", "must be 2D", "(3, 256)", "a.reshape(3, 256)"):
+        decode(
+            x | {"A_log": x["A_log"].reshape(1, 1, 4, 1), "a": x["a"].reshape(3, 4, 64)},
+            implementation,
+        )
+    for part in (
+        "must be 1D",
+        "(4,)",
+        "A_log.reshape(4)",
+        "must be 2D",
+        "(3, 256)",
+        "a.reshape(3, 256)",
+    ):
         assert part in str(caught.value)
 
 
@@ -114,7 +127,11 @@ def test_B35_the_safe_gate_is_a_sigmoid(implementation):
 )
 def test_B36_B50_B52_by_hand(implementation, l2norm, lower_bound, out, state):
     got_out, got_state = decode(
-        one_row(), implementation, scale=1.0, use_qk_l2norm_in_kernel=l2norm, lower_bound=lower_bound
+        one_row(),
+        implementation,
+        scale=1.0,
+        use_qk_l2norm_in_kernel=l2norm,
+        lower_bound=lower_bound,
     )
     assert np.asarray(got_out)[0, 0, 0, :2] == pytest.approx(out, abs=2e-6)
     assert np.asarray(got_state)[2, 0, :2, :2] == pytest.approx(np.array(state), abs=2e-6)
@@ -131,7 +148,11 @@ def test_B37_lower_bound_out_of_range(implementation):
     for right in (np.float32(-5), jnp.float32(-5), -5):
         assert_same_bits(decode(x, implementation, lower_bound=right)[1], expected[1])
     with pytest.raises(TypeError, match="`lower_bound` must be static"):
-        jax.jit(lambda bound: kda_jax.packed_decode(**x, lower_bound=bound, implementation=implementation))(-5.0)
+        jax.jit(
+            lambda bound: kda_jax.packed_decode(
+                **x, lower_bound=bound, implementation=implementation
+            )
+        )(-5.0)
 
 
 @each_implementation
@@ -167,15 +188,22 @@ def test_B40_an_exponentiated_A_log_shows_in_the_second_step(implementation):
 
 @each_implementation
 def test_B41_no_A_log(implementation):
-    with pytest.raises(ContractError, match=r"`A_log` must be an array \(got NoneType\)"), running(implementation):
-        kda_jax.packed_decode(**base() | {"A_log": None}, lower_bound=-5.0, implementation=implementation)
+    with (
+        pytest.raises(ContractError, match=r"`A_log` must be an array \(got NoneType\)"),
+        running(implementation),
+    ):
+        kda_jax.packed_decode(
+            **base() | {"A_log": None}, lower_bound=-5.0, implementation=implementation
+        )
 
 
 # E. Beta
 
 
 @each_implementation
-@pytest.mark.parametrize(("b", "beta"), [(0.5, 0.62245935), (-0.5, 0.37754068), (-200.0, 0.0), (200.0, 1.0)])
+@pytest.mark.parametrize(
+    ("b", "beta"), [(0.5, 0.62245935), (-0.5, 0.37754068), (-200.0, 0.0), (200.0, 1.0)]
+)
 def test_B43_B44_beta_is_one_float32_sigmoid(implementation, b, beta):
     x = one_row(k=(1, 0), v=(1, 1), pool=((0, 0), (0, 0)))
     x["b"] = np.full((1, 1), b, jnp.bfloat16)
@@ -186,7 +214,9 @@ def test_B43_B44_beta_is_one_float32_sigmoid(implementation, b, beta):
 def test_B45_all_implementations_agree():
     x = base((0, 1, 2), dtype="bfloat16", H=2, HV=2, K=128, V=128)
     x["b"][:] = -0.5
-    states = [np.asarray(decode(x, name, use_qk_l2norm_in_kernel=True)[1]) for name in IMPLEMENTATIONS]
+    states = [
+        np.asarray(decode(x, name, use_qk_l2norm_in_kernel=True)[1]) for name in IMPLEMENTATIONS
+    ]
     for state in states[1:]:
         assert_near(state, states[0], 1e-6)
 
@@ -204,7 +234,9 @@ def test_B48_epsilon_is_on_the_sum(implementation):
     tokens = [base((0,), H=1, HV=1, K=128, V=16, S=1, seed=t, dtype="float32") for t in range(64)]
     pool = np.zeros((1, 1, 16, 128), np.float32)
     for token in tokens:
-        _, pool = decode(token | {"initial_state": pool}, implementation, use_qk_l2norm_in_kernel=True)
+        _, pool = decode(
+            token | {"initial_state": pool}, implementation, use_qk_l2norm_in_kernel=True
+        )
     assert np.abs(np.asarray(pool)).max() < 5 * np.sqrt(64)
 
 
@@ -231,7 +263,8 @@ def test_B51_out_is_linear_in_scale_and_the_pool_is_not_touched_by_it(implementa
 def test_B52_a_transposed_pool(implementation):
     x = base()
     with pytest.raises(
-        ContractError, match=r"must be \[S, HV, V, K\] with HV=4, K=64[\s\S]*transpose the last two axes"
+        ContractError,
+        match=r"must be \[S, HV, V, K\] with HV=4, K=64[\s\S]*transpose the last two axes",
     ):
         decode(x | {"initial_state": x["initial_state"].swapaxes(2, 3)}, implementation)
     kv = kda_jax.state_to_kv(jnp.asarray(x["initial_state"]))
@@ -269,7 +302,10 @@ def test_B58_other_pool_dtypes_are_refused(implementation, dtype):
     x = base()
     with jax.enable_x64(True):
         pool = jnp.asarray(x["initial_state"]).astype(dtype)
-        with pytest.raises(ContractError, match=rf"`initial_state` must be float32, bfloat16 or float16 \(got {dtype}"):
+        with pytest.raises(
+            ContractError,
+            match=rf"`initial_state` must be float32, bfloat16 or float16 \(got {dtype}",
+        ):
             decode(x | {"initial_state": pool}, implementation)
 
 

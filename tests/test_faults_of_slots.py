@@ -120,11 +120,15 @@ def test_B14_signed_indices_agree_and_others_are_refused(implementation):
     expected = decode(x, implementation)
     for dtype in ("int8", "int16", "int64"):
         with jax.enable_x64(dtype == "int64"):
-            got = decode(x | {"ssm_state_indices": x["ssm_state_indices"].astype(dtype)}, implementation)
+            got = decode(
+                x | {"ssm_state_indices": x["ssm_state_indices"].astype(dtype)}, implementation
+            )
         assert_same_bits(got[0], expected[0])
         assert_same_bits(got[1], expected[1])
     for dtype in ("uint32", "uint8", "bool", "float32"):
-        with pytest.raises(ContractError, match=rf"`ssm_state_indices` must be int8, .* \(got {dtype}\)"):
+        with pytest.raises(
+            ContractError, match=rf"`ssm_state_indices` must be int8, .* \(got {dtype}\)"
+        ):
             decode(x | {"ssm_state_indices": x["ssm_state_indices"].astype(dtype)}, implementation)
 
 
@@ -153,7 +157,9 @@ def test_B15_slots_beyond_2_to_31_elements(implementation, HV, slots, slot, dtyp
     out, pool = step(pool, jnp.array([slot]))
     if implementation == "xla":  # its fusions may move last bits with the pool's size
         assert_near(out, expected_out, 2 * rounding("bfloat16"))
-        assert_near(pool[slot], expected[3], STATE_LIMIT if dtype == "float32" else 2 * rounding(dtype))
+        assert_near(
+            pool[slot], expected[3], STATE_LIMIT if dtype == "float32" else 2 * rounding(dtype)
+        )
     else:
         assert_same_bits(out, expected_out)
         assert_same_bits(pool[slot], expected[3])
@@ -181,7 +187,10 @@ def test_B19_a_pool_of_most_of_the_memory(implementation):
     x = on_device(base((slots - 1, -1, 0), H=HV, HV=HV, K=128, V=128, S=1))
     x.pop("initial_state")
     step = jax.jit(
-        lambda pool, x: kda_jax.packed_decode(**x, initial_state=pool, implementation=implementation), donate_argnums=0
+        lambda pool, x: kda_jax.packed_decode(
+            **x, initial_state=pool, implementation=implementation
+        ),
+        donate_argnums=0,
     )
     shape = jax.ShapeDtypeStruct((slots, HV, 128, 128), jnp.float32)
     memory = step.lower(shape, x).compile().memory_analysis()

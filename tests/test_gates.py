@@ -36,7 +36,8 @@ def test_the_negative_tail_is_not_lost():
 
 
 @pytest.mark.parametrize(
-    ("A_log", "x", "expected"), [(0, 0, -2.5), (0, 2, -4.403985), (1, 1, -4.690484), (np.log(16), -3, 0.0)]
+    ("A_log", "x", "expected"),
+    [(0, 0, -2.5), (0, 2, -4.403985), (1, 1, -4.690484), (np.log(16), -3, 0.0)],
 )
 def test_the_safe_gate_is_a_sigmoid_and_no_clamp(A_log, x, expected):
     got = float(gates.log_decay(jnp.float32(x), jnp.float32(A_log), -5.0))
@@ -45,7 +46,9 @@ def test_the_safe_gate_is_a_sigmoid_and_no_clamp(A_log, x, expected):
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("A_log", [-np.inf, -FLOAT32_MAX, -100, 0, 88, 89, 1000, FLOAT32_MAX])
-@pytest.mark.parametrize("x", [-FLOAT32_MAX, -1e4, -88, -0.0, 0.0, 1e-30, 88, FLOAT32_MAX, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "x", [-FLOAT32_MAX, -1e4, -88, -0.0, 0.0, 1e-30, 88, FLOAT32_MAX, np.inf, -np.inf]
+)
 def test_finite_inputs_never_give_nan(x, A_log, lower_bound):
     assert 0 <= decay(x, A_log, lower_bound) <= 1
 
@@ -64,7 +67,9 @@ def test_a_nan_is_not_hidden(lower_bound):
 
 def test_sigmoid_keeps_its_ends():
     x = jnp.array([-np.inf, -FLOAT32_MAX, -0.5, 0.0, 0.5, FLOAT32_MAX, np.inf], jnp.float32)
-    assert np.asarray(gates.sigmoid(x)) == pytest.approx([0, 0, 0.37754068, 0.5, 0.62245935, 1, 1], rel=1e-6)
+    assert np.asarray(gates.sigmoid(x)) == pytest.approx(
+        [0, 0, 0.37754068, 0.5, 0.62245935, 1, 1], rel=1e-6
+    )
 
 
 def test_epsilon_is_on_the_sum():

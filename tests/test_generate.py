@@ -41,7 +41,9 @@ def test_neither_the_batch_nor_the_slots_change_a_requests_tokens(example, tempe
         assert decoded == sum(len(tokens) - 1 for tokens in done.values())
         results.append(done)
     assert results[0] == results[1] == results[2]
-    assert len({token for tokens in results[0].values() for token in tokens}) > 20, "the model says one thing only"
+    assert len({token for tokens in results[0].values() for token in tokens}) > 20, (
+        "the model says one thing only"
+    )
 
 
 def test_a_prompt_that_does_not_fit_is_refused(example):

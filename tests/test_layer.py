@@ -88,7 +88,9 @@ def test_prefill_and_decode_meet_a_float64_layer(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("T", [65, *(pytest.param(T, marks=pytest.mark.slow) for T in (1, 63, 64, 200))])
+@pytest.mark.parametrize(
+    "T", [65, *(pytest.param(T, marks=pytest.mark.slow) for T in (1, 63, 64, 200))]
+)
 def test_prefill_then_decode_is_prefill_of_one_more(T, name):
     """In a batch with an empty sequence, a padded and a short one, and tokens of none: one compilation for all T."""
     config, params, cache = make(name)
@@ -101,10 +103,15 @@ def test_prefill_then_decode_is_prefill_of_one_more(T, name):
 
     longer = np.zeros_like(x)
     longer[: bounds[-1] + 4] = np.concatenate(
-        [np.append(x[a:b], one_more[n : n + 1], 0) for n, (a, b) in enumerate(itertools.pairwise(bounds))]
+        [
+            np.append(x[a:b], one_more[n : n + 1], 0)
+            for n, (a, b) in enumerate(itertools.pairwise(bounds))
+        ]
     )
     ends = bounds + np.arange(5)
-    whole, wanted = prefill(params, jnp.asarray(longer), cache, slots, jnp.asarray(ends), config=config)
+    whole, wanted = prefill(
+        params, jnp.asarray(longer), cache, slots, jnp.asarray(ends), config=config
+    )
     for n in range(4):
         assert_near(last[n], whole[ends[n + 1] - 1], LIMIT)
         assert_near(y[bounds[n] : bounds[n + 1]], whole[ends[n] : ends[n + 1] - 1], LIMIT)
@@ -123,7 +130,9 @@ def test_prefill_in_pieces_is_prefill_at_once():
     whole, wanted = prefill(params, x, cache, slot, jnp.array([0, 150]), config=config)
     parts, at = [], 0
     for length in (1, 2, 70, 77):
-        y, cache = prefill(params, x[at : at + length], cache, slot, jnp.array([0, length]), config=config)
+        y, cache = prefill(
+            params, x[at : at + length], cache, slot, jnp.array([0, length]), config=config
+        )
         parts, at = [*parts, y], at + length
     assert_near(jnp.concatenate(parts), whole, LIMIT)
     assert_near(cache.state, wanted.state, LIMIT)
@@ -135,7 +144,13 @@ def test_a_fresh_sequence_forgets_its_slot():
     config, params, cache = make("safe, full rank")
     x = inputs(9, config.D)
     y, _ = prefill(
-        params, x, cache, jnp.array([2, 3]), jnp.array([0, 4, 9]), config=config, fresh=jnp.array([True, False])
+        params,
+        x,
+        cache,
+        jnp.array([2, 3]),
+        jnp.array([0, 4, 9]),
+        config=config,
+        fresh=jnp.array([True, False]),
     )
     empty = kda_jax.init_cache(config, S, conv_dtype=jnp.float32)
     wanted, _ = prefill(params, x[:4], empty, jnp.array([2]), jnp.array([0, 4]), config=config)
@@ -151,7 +166,9 @@ def test_padded_rows_may_hold_anything():
     assert np.isfinite(np.asarray(y)).all()
     assert not np.asarray(y)[1].any()
     assert np.isfinite(np.asarray(after.state)).all()
-    y, after = prefill(params, x, cache, jnp.array([0, S, 6]), jnp.array([0, 1, 2, 3]), config=config)
+    y, after = prefill(
+        params, x, cache, jnp.array([0, S, 6]), jnp.array([0, 1, 2, 3]), config=config
+    )
     assert np.isfinite(np.asarray(y)).all()
     assert not np.asarray(y)[1].any()
     assert np.isfinite(np.asarray(after.state)).all() and np.isfinite(np.asarray(after.conv)).all()
@@ -191,7 +208,9 @@ def test_nan_where_nothing_is_live_reaches_no_derivative():
                 params, x[2:4], cache, jnp.array([1, -1]), config=config, implementation="xla"
             )
         else:
-            y, after = kda_jax.kda_prefill(params, x, cache, jnp.array([1, -1]), jnp.array([0, 3, 6]), config=config)
+            y, after = kda_jax.kda_prefill(
+                params, x, cache, jnp.array([1, -1]), jnp.array([0, 3, 6]), config=config
+            )
         return (y**2).sum() + (after.state[1] ** 2).sum()
 
     for decode in (False, True):
@@ -201,14 +220,22 @@ def test_nan_where_nothing_is_live_reaches_no_derivative():
 
 def test_nothing_to_do_is_a_step_like_any_other():
     config, params, cache = make("safe, full rank")
-    x, none, empty = inputs(3, config.D), jnp.zeros(0, jnp.int32), kda_jax.init_cache(config, 0, conv_dtype=jnp.float32)
-    y, after = kda_jax.kda_prefill(params, x[:0], cache, jnp.array([1]), jnp.array([0, 0]), config=config)
+    x, none, empty = (
+        inputs(3, config.D),
+        jnp.zeros(0, jnp.int32),
+        kda_jax.init_cache(config, 0, conv_dtype=jnp.float32),
+    )
+    y, after = kda_jax.kda_prefill(
+        params, x[:0], cache, jnp.array([1]), jnp.array([0, 0]), config=config
+    )
     assert y.shape == (0, config.D)
     assert_same_bits(after.state, cache.state)
     assert kda_jax.kda_decode(params, x[:0], cache, none, config=config)[0].shape == (0, config.D)
     y, after = kda_jax.kda_decode(params, x, empty, jnp.array([0, 1, 2]), config=config)
     assert not np.asarray(y).any()
-    y, after = kda_jax.kda_prefill(params, x, empty, jnp.array([0]), jnp.array([0, 3]), config=config)
+    y, after = kda_jax.kda_prefill(
+        params, x, empty, jnp.array([0]), jnp.array([0, 3]), config=config
+    )
     assert not np.asarray(y).any()
 
 
@@ -222,7 +249,9 @@ def test_a_donated_cache_and_refs_advance_in_place():
     assert_near(y, wanted_y, 1e-6)
     assert_near(refs.state[...], wanted.state, 1e-6)
     assert_near(refs.conv[...], wanted.conv, 1e-6)
-    step = jax.jit(lambda cache: kda_jax.kda_decode(params, x, cache, slots, config=config), donate_argnums=0)
+    step = jax.jit(
+        lambda cache: kda_jax.kda_decode(params, x, cache, slots, config=config), donate_argnums=0
+    )
     step(cache)
     assert cache.state.is_deleted() and cache.conv.is_deleted()
 
@@ -231,7 +260,11 @@ def test_a_bfloat16_model_keeps_its_dtypes():
     config, params, cache = make("softplus, low rank", dtype=jnp.bfloat16)
     x = inputs(5, config.D, dtype=jnp.bfloat16)
     y, after = prefill(params, x, cache, jnp.array([0]), jnp.array([0, 5]), config=config)
-    assert (y.dtype, after.conv.dtype, after.state.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert (y.dtype, after.conv.dtype, after.state.dtype) == (
+        jnp.bfloat16,
+        jnp.bfloat16,
+        jnp.float32,
+    )
     assert_near(y, float64_layer(params, x, cache.conv[0], cache.state[0], config)[0], 3e-2)
 
 
@@ -241,15 +274,27 @@ def test_the_layer_differentiates():
     x = inputs(20, config.D)
 
     def loss(params, x):
-        y, after = kda_jax.kda_prefill(params, x, cache, jnp.array([0]), jnp.array([0, 20]), config=config)
+        y, after = kda_jax.kda_prefill(
+            params, x, cache, jnp.array([0]), jnp.array([0, 20]), config=config
+        )
         return (y**2).sum() + (after.state**2).sum()
 
     slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
-    assert all(np.isfinite(leaf).all() and np.asarray(leaf).any() for leaf in jax.tree.leaves(slopes))
-    direction = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), (params, x))
-    along = sum(float((a * b).sum()) for a, b in zip(*map(jax.tree.leaves, (slopes, direction)), strict=True))
+    assert all(
+        np.isfinite(leaf).all() and np.asarray(leaf).any() for leaf in jax.tree.leaves(slopes)
+    )
+    direction = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), (params, x)
+    )
+    along = sum(
+        float((a * b).sum())
+        for a, b in zip(*map(jax.tree.leaves, (slopes, direction)), strict=True)
+    )
     step = 1e-3
-    moved = [jax.tree.map(lambda y, d, sign=sign: y + sign * step * d, (params, x), direction) for sign in (1, -1)]
+    moved = [
+        jax.tree.map(lambda y, d, sign=sign: y + sign * step * d, (params, x), direction)
+        for sign in (1, -1)
+    ]
     numeric = (float(loss(*moved[0])) - float(loss(*moved[1]))) / (2 * step)
     assert abs(along - numeric) <= 0.02 * abs(numeric)
 
@@ -273,7 +318,9 @@ def test_messages(change, message):
         kda_jax.kda_decode(params, inputs(2, config.D), cache, jnp.array([0, 1]), config=config)
     assert message in str(error.value)
     with pytest.raises(ContractError) as error:
-        kda_jax.kda_prefill(params, inputs(2, config.D), cache, jnp.array([0]), jnp.array([0, 2]), config=config)
+        kda_jax.kda_prefill(
+            params, inputs(2, config.D), cache, jnp.array([0]), jnp.array([0, 2]), config=config
+        )
     assert message in str(error.value)
 
 
@@ -284,24 +331,44 @@ def test_what_only_prefill_or_the_gate_can_have_wrong():
         with pytest.raises(ContractError, match="`fresh` must"):
             kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config, fresh=fresh)
     for change, message in (
-        (dict(g_down=None), r"`g_up` must be \[D, HV\*V\] = \(24, 32\) without a `g_down` \(got \(8, 32\)\)"),
-        (dict(g_up=jnp.zeros((24, 32))), r"`g_up` must be \[V, HV\*V\] = \(8, 32\) beside a `g_down`"),
+        (
+            dict(g_down=None),
+            r"`g_up` must be \[D, HV\*V\] = \(24, 32\) without a `g_down` \(got \(8, 32\)\)",
+        ),
+        (
+            dict(g_up=jnp.zeros((24, 32))),
+            r"`g_up` must be \[V, HV\*V\] = \(8, 32\) beside a `g_down`",
+        ),
     ):
         with pytest.raises(ContractError, match=message):
-            kda_jax.kda_decode(dataclasses.replace(params, **change), x, cache, jnp.array([0, 1]), config=config)
+            kda_jax.kda_decode(
+                dataclasses.replace(params, **change), x, cache, jnp.array([0, 1]), config=config
+            )
 
 
 def test_configs_of_released_models():
-    linear = dict(num_heads=32, head_dim=128, short_conv_kernel_size=4, kda_layers=[1, 2], full_attn_layers=[3])
-    kimi = kda_jax.config_from_hf(dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear))
+    linear = dict(
+        num_heads=32,
+        head_dim=128,
+        short_conv_kernel_size=4,
+        kda_layers=[1, 2],
+        full_attn_layers=[3],
+    )
+    kimi = kda_jax.config_from_hf(
+        dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)
+    )
     assert kimi == kda_jax.KDAConfig(D=2304, H=32, HV=32, K=128, V=128, gate_rank=128)
     k3 = dict(num_heads=96, gate_lower_bound=-5.0, use_full_rank_gate=True)
     k3 = kda_jax.config_from_hf(
         dict(text_config=dict(hidden_size=7168, rms_norm_eps=1e-6, linear_attn_config=linear | k3))
     )
-    assert k3 == kda_jax.KDAConfig(D=7168, H=96, HV=96, K=128, V=128, lower_bound=-5.0, norm_eps=1e-6)
+    assert k3 == kda_jax.KDAConfig(
+        D=7168, H=96, HV=96, K=128, V=128, lower_bound=-5.0, norm_eps=1e-6
+    )
     with pytest.raises(kda_jax.BadFileError, match="no usable number for H"):
-        kda_jax.config_from_hf(dict(hidden_size=2304, linear_attn_config=dict(head_dim=128, short_conv_kernel_size=4)))
+        kda_jax.config_from_hf(
+            dict(hidden_size=2304, linear_attn_config=dict(head_dim=128, short_conv_kernel_size=4))
+        )
 
 
 def test_any_batch_exports_as_one_program():
@@ -318,11 +385,16 @@ def test_any_batch_exports_as_one_program():
 @pytest.mark.parametrize("B", [1, 3, 9])
 def test_with_a_kernel_a_few_rows_are_padded_and_nobody_sees_it(B):
     config = kda_jax.KDAConfig(D=24, H=2, HV=4, K=32, V=16, gate_rank=16)
-    params, cache = kda_jax.init_params(config, jax.random.key(1), dtype=jnp.float32), kda_jax.init_cache(config, 12)
+    params, cache = (
+        kda_jax.init_params(config, jax.random.key(1), dtype=jnp.float32),
+        kda_jax.init_cache(config, 12),
+    )
     x, slots = inputs(B, config.D), jnp.arange(B)[::-1]
     wanted, after = decode(params, x, cache, slots, config=config, implementation="xla")
     with running("mosaic_gpu"):
-        y, got = kda_jax.kda_decode(params, x, cache, slots, config=config, implementation="mosaic_gpu")
+        y, got = kda_jax.kda_decode(
+            params, x, cache, slots, config=config, implementation="mosaic_gpu"
+        )
     assert_near(y, wanted, LIMIT)
     assert_near(got.state, after.state, LIMIT)
     assert_same_bits(got.conv, after.conv)

@@ -30,7 +30,9 @@ FORMAT = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F6
 RATES = ("A_log", "dt_bias")
 
 # A second entry beside the loader's own: which tensor a field comes from, and the axis of the field that is cut.
-SOURCES = {f"{x}_proj": f"{x}_proj.weight" for x in "qkvbo"} | {f"{x}_conv": f"{x}_conv1d.weight" for x in "qkv"}
+SOURCES = {f"{x}_proj": f"{x}_proj.weight" for x in "qkvbo"} | {
+    f"{x}_conv": f"{x}_conv1d.weight" for x in "qkv"
+}
 SOURCES |= {"A_log": "A_log", "dt_bias": "dt_bias", "norm": "o_norm.weight"}
 RELEASED = {"f_down": "f_a_proj.weight", "f_up": "f_b_proj.weight"}
 GATES = {
@@ -64,11 +66,21 @@ def dtype_of(tensor, dtype):
 
 
 def write(
-    folder, layout, sizes, *, prefixes=("model.layers.0.self_attn",), dtype="bfloat16", A_log_shape=None, files=1, **new
+    folder,
+    layout,
+    sizes,
+    *,
+    prefixes=("model.layers.0.self_attn",),
+    dtype="bfloat16",
+    A_log_shape=None,
+    files=1,
+    **new,
 ):
     """A checkpoint whose tensors hold their `values`. `new` replaces the first layer's, or removes them (None)."""
     arrays = {
-        f"{prefix}.{tensor.name}": values(f"{prefix}.{tensor.name}", tensor.shape(sizes), dtype_of(tensor, dtype))
+        f"{prefix}.{tensor.name}": values(
+            f"{prefix}.{tensor.name}", tensor.shape(sizes), dtype_of(tensor, dtype)
+        )
         for prefix in prefixes
         for tensor in layout.tensors
     }
@@ -80,7 +92,9 @@ def write(
     for name, array in new.items():
         arrays[f"{prefixes[0]}.{name.replace('__', '.')}"] = array
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    shards = [f"model-{i}.safetensors" for i in range(files)] if files > 1 else ["model.safetensors"]
+    shards = (
+        [f"model-{i}.safetensors" for i in range(files)] if files > 1 else ["model.safetensors"]
+    )
     weight_map = {name: shards[i % files] for i, name in enumerate(sorted(arrays))}
     for shard in shards:
         held = {name: array for name, array in arrays.items() if weight_map[name] == shard}
@@ -88,7 +102,9 @@ def write(
         write_safetensors(folder / shard, entries, held)
     if files > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(fla_config(sizes) if layout is FLA else released_config(sizes)))
+    (folder / "config.json").write_text(
+        json.dumps(fla_config(sizes) if layout is FLA else released_config(sizes))
+    )
     return folder
 
 
@@ -98,8 +114,17 @@ def released_config(sizes):
 
 
 def fla_config(sizes):
-    config = {"model_type": "kda", "hidden_size": sizes["D"], "num_heads": sizes["H"], "num_v_heads": sizes["HV"]}
-    return config | {"head_dim": sizes["K"], "expand_v": sizes["V"] / sizes["K"], "conv_size": sizes["W"]}
+    config = {
+        "model_type": "kda",
+        "hidden_size": sizes["D"],
+        "num_heads": sizes["H"],
+        "num_v_heads": sizes["HV"],
+    }
+    return config | {
+        "head_dim": sizes["K"],
+        "expand_v": sizes["V"] / sizes["K"],
+        "conv_size": sizes["W"],
+    }
 
 
 def expected(field, layout, sizes, prefix="model.layers.0.self_attn", dtype="bfloat16"):
@@ -115,7 +140,11 @@ def expected(field, layout, sizes, prefix="model.layers.0.self_attn", dtype="bfl
 def same(got, wanted):
     """Whether two arrays have the same shape, dtype and bits; without a copy of a large one."""
     got, bits = np.asarray(got), f"u{wanted.itemsize}"
-    return got.dtype == wanted.dtype and got.shape == wanted.shape and (got.view(bits) == wanted.view(bits)).all()
+    return (
+        got.dtype == wanted.dtype
+        and got.shape == wanted.shape
+        and (got.view(bits) == wanted.view(bits)).all()
+    )
 
 
 def assert_is_layer(params, rank, ranks, layout, sizes, **source):
@@ -191,7 +220,9 @@ def kimi(tmp_path_factory):
 def test_kimi_linear_whole_and_by_ranks(kimi, ranks):
     for rank in range(ranks):
         config, layers = kda_jax.load_layers(kimi, rank=rank, ranks=ranks)
-        assert config == kda_jax.KDAConfig(D=2304, H=32, HV=32, K=128, V=128, W=4, norm_eps=1e-6, gate_rank=128)
+        assert config == kda_jax.KDAConfig(
+            D=2304, H=32, HV=32, K=128, V=128, W=4, norm_eps=1e-6, gate_rank=128
+        )
         assert list(layers) == [0, 4]
         for params, prefix in zip(layers.values(), PREFIXES, strict=True):
             assert_is_layer(params, rank, ranks, LOW_RANK, KIMI, prefix=prefix)
@@ -258,16 +289,22 @@ def test_flas_layer_and_the_sum_over_its_ranks(tmp_path):
             lambda y: jnp.ones((y.shape[0], y.shape[1] // ranks, *y.shape[2:])),
             kda_jax.init_cache(config, 2, conv_dtype=jnp.float32),
         )
-        return kda_jax.kda_decode(params, jnp.asarray(x), cache, slots, config=config, implementation="xla")[0]
+        return kda_jax.kda_decode(
+            params, jnp.asarray(x), cache, slots, config=config, implementation="xla"
+        )[0]
 
     parts = [kda_jax.load_layer(folder, 7, rank=rank, ranks=2)[1] for rank in range(2)]
     for rank, params in enumerate(parts):
-        assert_is_layer(params, rank, 2, FLA, SMALL_FLA, prefix="model.layers.7.attn", dtype="float32")
+        assert_is_layer(
+            params, rank, 2, FLA, SMALL_FLA, prefix="model.layers.7.attn", dtype="float32"
+        )
     assert_near(sum(decode(params, 2) for params in parts), decode(whole, 1), 2e-6)
 
 
 def test_every_tensor_of_every_layout_has_a_field():
-    assert checkpoint.FIELDS.keys() == {tensor.name for layout in CHECKPOINT for tensor in layout.tensors}
+    assert checkpoint.FIELDS.keys() == {
+        tensor.name for layout in CHECKPOINT for tensor in layout.tensors
+    }
     for layout in CHECKPOINT:
         fields = [checkpoint.FIELDS[tensor.name][0] for tensor in layout.tensors]
         assert len(set(fields)) == len(fields)
@@ -276,7 +313,10 @@ def test_every_tensor_of_every_layout_has_a_field():
 PREFIX = "model.layers.0.self_attn"
 # what is replaced -> what the error says
 FAULTY = {
-    "missing": (dict(b_proj__weight=None), rf"`{PREFIX}.b_proj.weight` is missing\.\n +expected \[HV, D\] = \(4, 24\)"),
+    "missing": (
+        dict(b_proj__weight=None),
+        rf"`{PREFIX}.b_proj.weight` is missing\.\n +expected \[HV, D\] = \(4, 24\)",
+    ),
     "wrong shape": (
         dict(q_proj__weight=np.zeros((24, 32), jnp.bfloat16)),
         rf"`{PREFIX}.q_proj.weight` must be \(32, 24\)\.\n.*transposed: take .T",
@@ -312,7 +352,11 @@ def test_a_faulty_layer_is_one_clear_error(tmp_path, case):
         (0, dict(ranks=0), "cannot be split over 0 ranks"),
         (0, dict(rank=2, ranks=2), r"^`rank` must be 0 to 1 \(got 2\)$"),
         (0, dict(rank=-1), r"^`rank` must be 0 to 0 \(got -1\)$"),
-        (0, dict(dtype="float64"), r"^`dtype` must be float32, bfloat16 or float16 \(got float64\)$"),
+        (
+            0,
+            dict(dtype="float64"),
+            r"^`dtype` must be float32, bfloat16 or float16 \(got float64\)$",
+        ),
     ],
 )
 def test_wrong_arguments(tmp_path, layer, options, message):
@@ -409,7 +453,11 @@ BAD_VALUES = {
         f"`{PREFIX}.dt_bias` must be finite (got -inf at [10], 2 values of 32).",
     ),
     "a NaN weight": (
-        dict(o_proj__weight=poisoned("x", (24, 32), "bfloat16", ((17, 3), np.nan), ((20, 0), -np.inf))),
+        dict(
+            o_proj__weight=poisoned(
+                "x", (24, 32), "bfloat16", ((17, 3), np.nan), ((20, 0), -np.inf)
+            )
+        ),
         True,
         f"`{PREFIX}.o_proj.weight` must be finite (got nan at [17, 3], 2 values of 768).",
     ),
@@ -443,7 +491,9 @@ def test_values_that_are_right(tmp_path, capsys):
     folder = write(tmp_path, LOW_RANK, SMALL, A_log=A_log)
     report = kda_jax.check_values(folder, every=True)
     assert report.ok
-    assert report.layers[0].notes == ("A_log is (8,): normalize_A_log gives (4,), its tail of 4 is zero",)
+    assert report.layers[0].notes == (
+        "A_log is (8,): normalize_A_log gives (4,), its tail of 4 is zero",
+    )
     assert cli.main(["check", str(folder), "--values", "--tp", "4"]) == 0
     assert "each of 4 ranks holds" in capsys.readouterr().out
     assert cli.main(["check", str(folder), "--tp", "3"]) == 1
@@ -454,7 +504,9 @@ def test_a_fault_of_the_header_is_told_once_and_its_tensor_not_read(tmp_path):
     report = kda_jax.check_values(write(tmp_path, LOW_RANK, SMALL, **new))
     assert [fault.tensor for fault in report.layers[0].faults] == ["dt_bias", "A_log"]
     folder = write(tmp_path, LOW_RANK, SMALL, g_a_proj__weight=None)
-    assert [fault.tensor for fault in kda_jax.check_values(folder, every=True).layers[0].faults] == [""]
+    assert [
+        fault.tensor for fault in kda_jax.check_values(folder, every=True).layers[0].faults
+    ] == [""]
 
 
 def test_check_without_safetensors_is_by_headers(tmp_path, monkeypatch, capsys):

@@ -24,7 +24,12 @@ def sizes_of(K, V, B):
 def test_the_sizes_it_takes():
     taken = [K for K in range(1, 300) if mosaic_gpu.unsupported(sizes_of(K, 16, 1)) is None]
     assert taken == list(KEY_SIZES)
-    assert [V for V in range(1, 70) if mosaic_gpu.unsupported(sizes_of(32, V, 1)) is None] == [16, 32, 48, 64]
+    assert [V for V in range(1, 70) if mosaic_gpu.unsupported(sizes_of(32, V, 1)) is None] == [
+        16,
+        32,
+        48,
+        64,
+    ]
     assert "blocks of a grid" in mosaic_gpu.unsupported(sizes_of(32, 2**20, 2**20))
 
 
@@ -98,7 +103,9 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
 @pytest.mark.parametrize("draft", ["", "returned", "slots", "accepted", "both"])
 def test_every_form_of_the_update_lowers_for_cuda(draft, varlen, pool_dtype):
     options = dict(update_state=draft != "slots", implementation="mosaic_gpu", softplus_beta=2.0)
-    for B, T, N, S, K in ((1, 9, 3, 5, 64), (600, 2, 600, 700, 256)) if not varlen else ((1, 9, 3, 5, 96),):
+    for B, T, N, S, K in (
+        ((1, 9, 3, 5, 64), (600, 2, 600, 700, 256)) if not varlen else ((1, 9, 3, 5, 96),)
+    ):
         struct = jax.ShapeDtypeStruct
         shapes = dict(q=(B, T, 1, K), k=(B, T, 1, K), v=(B, T, 2, 32), a=(B, T, 2 * K), b=(B, T, 2))
         if B == 1 and not varlen:
@@ -110,7 +117,9 @@ def test_every_form_of_the_update_lowers_for_cuda(draft, varlen, pool_dtype):
         if varlen:
             x["cu_seqlens"] = struct((N + 1,), jnp.int32)
         if draft in ("slots", "accepted", "both"):
-            x["intermediate_states"] = struct(shapes["b"][:2] if B != 1 or varlen else (3, 3), jnp.int32)
+            x["intermediate_states"] = struct(
+                shapes["b"][:2] if B != 1 or varlen else (3, 3), jnp.int32
+            )
         if draft in ("accepted", "both"):
             x["num_accepted_tokens"] = struct((N,), jnp.int32)
         if draft == "returned":
@@ -127,7 +136,9 @@ def test_one_lowering_serves_all_call_sites():
 
     def layers(*x):
         pools = [x[5], x[5] + 1, x[5] + 2]
-        return [mosaic_gpu.kda_packed_decode_mosaic_gpu(*x[:5], pool, x[6], **options) for pool in pools]
+        return [
+            mosaic_gpu.kda_packed_decode_mosaic_gpu(*x[:5], pool, x[6], **options) for pool in pools
+        ]
 
     text = lowered_text(layers, *structs, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert text.count("@mosaic_gpu_v2") == 1
@@ -139,16 +150,31 @@ def test_every_operand_and_result_stands_behind_a_barrier(written):
     """XLA puts a kernel with a sliced operand, or a result that is written back, into a fusion that may lose it."""
     struct, f32 = jax.ShapeDtypeStruct, jnp.float32
     shapes = dict(
-        q=(2, 5, 1, 32), k=(2, 5, 1, 32), v=(2, 5, 3, 16), a=(2, 5, 96), b=(2, 5, 3), A_log=(3,), dt_bias=(96,)
+        q=(2, 5, 1, 32),
+        k=(2, 5, 1, 32),
+        v=(2, 5, 3, 16),
+        a=(2, 5, 96),
+        b=(2, 5, 3),
+        A_log=(3,),
+        dt_bias=(96,),
     )
     x = {name: struct(shape, f32) for name, shape in shapes.items()}
-    x |= dict(initial_state_source=struct((7, 3, 16, 32), f32), initial_state_indices=struct((2,), jnp.int32))
+    x |= dict(
+        initial_state_source=struct((7, 3, 16, 32), f32),
+        initial_state_indices=struct((2,), jnp.int32),
+    )
     options = dict(update_state=written, intermediate_states=True, implementation="mosaic_gpu")
     text = lowered_text(lambda x: kda_jax.fused_sigmoid_gating_kda_update(**x, **options), x)
     behind = re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", text)
-    ((results, count, operands),) = re.findall(r"(%\w+):(\d+) = stablehlo.custom_call @mosaic_gpu_v2\((.*?)\)", text)
+    ((results, count, operands),) = re.findall(
+        r"(%\w+):(\d+) = stablehlo.custom_call @mosaic_gpu_v2\((.*?)\)", text
+    )
     names = {name.split("#")[0] for name in operands.split(", ")}
     assert len(operands.split(", ")) == 9
     assert names <= set(behind)
-    barrier = next(line for line in text.splitlines() if "optimization_barrier" in line and f"{results}#0" in line)
+    barrier = next(
+        line
+        for line in text.splitlines()
+        if "optimization_barrier" in line and f"{results}#0" in line
+    )
     assert all(f"{results}#{result}" in barrier for result in range(int(count)))

@@ -28,10 +28,14 @@ SQUARE = Sizes(B=3, H=1, HV=2, K=32, V=32, S=5)  # K == V: only values can show 
 MUTANTS = {
     "wrong head map": {
         "mosaic_gpu": (("group, _ = divide(head, HV // H)", "_, group = divide(head, H)"),),
-        "reference": (("jnp.repeat(x, HV // x.shape[2], axis=2)", "jnp.tile(x, (1, 1, HV // x.shape[2], 1))"),),
+        "reference": (
+            ("jnp.repeat(x, HV // x.shape[2], axis=2)", "jnp.tile(x, (1, 1, HV // x.shape[2], 1))"),
+        ),
     },
     "beta rounded to bfloat16": {
-        "mosaic_gpu": (("dot(k, q), gated[0][1]", "dot(k, q), gated[0][1].astype(jnp.bfloat16).astype(f32)"),),
+        "mosaic_gpu": (
+            ("dot(k, q), gated[0][1]", "dot(k, q), gated[0][1].astype(jnp.bfloat16).astype(f32)"),
+        ),
         "reference": (
             (
                 "token_major = [",
@@ -40,7 +44,9 @@ MUTANTS = {
         ),
     },
     "epsilon outside the root": {
-        "gates": (("lax.rsqrt(sum_of_squares + NORM_EPS)", "1.0 / (jnp.sqrt(sum_of_squares) + NORM_EPS)"),),
+        "gates": (
+            ("lax.rsqrt(sum_of_squares + NORM_EPS)", "1.0 / (jnp.sqrt(sum_of_squares) + NORM_EPS)"),
+        ),
     },
     "-1 wrapped": {
         "mosaic_gpu": (
@@ -49,19 +55,34 @@ MUTANTS = {
                 'slot = refs["slots"][row]\n    slot = jnp.where(slot < 0, slot + S, slot)\n',
             ),
         ),
-        "reference": (("live = (slots >= 0) & (slots < S)", "slots = slots % S; live = slots >= 0"),),
+        "reference": (
+            ("live = (slots >= 0) & (slots < S)", "slots = slots % S; live = slots >= 0"),
+        ),
     },
     "transposed state": {
         "reference": (
-            ('mode="fill", fill_value=0).astype(f32)', 'mode="fill", fill_value=0).astype(f32).swapaxes(2, 3)'),
+            (
+                'mode="fill", fill_value=0).astype(f32)',
+                'mode="fill", fill_value=0).astype(f32).swapaxes(2, 3)',
+            ),
         ),
     },
     "softplus threshold flipped": {
         "gates": (("value = softplus(x) if", "value = jnp.where(x < 20.0, x, softplus(x)) if"),),
     },
     "gate by key head": {
-        "mosaic_gpu": (('vector(refs["a"], tokens, head * chunks)', 'vector(refs["a"], tokens, group * chunks)'),),
-        "reference": (("a.reshape(B, 1, HV, K)", "jnp.repeat(a.reshape(B, 1, HV, K)[:, :, :H], HV // H, axis=2)"),),
+        "mosaic_gpu": (
+            (
+                'vector(refs["a"], tokens, head * chunks)',
+                'vector(refs["a"], tokens, group * chunks)',
+            ),
+        ),
+        "reference": (
+            (
+                "a.reshape(B, 1, HV, K)",
+                "jnp.repeat(a.reshape(B, 1, HV, K)[:, :, :H], HV // H, axis=2)",
+            ),
+        ),
     },
     "state rounded before the read": {
         "mosaic_gpu": (
@@ -78,7 +99,9 @@ MUTANTS = {
         ),
     },
     "scale on k": {
-        "mosaic_gpu": (("q = [part * maths.scale for part in q]", "k = [part * maths.scale for part in k]"),),
+        "mosaic_gpu": (
+            ("q = [part * maths.scale for part in q]", "k = [part * maths.scale for part in k]"),
+        ),
         "reference": (("(q * f32(maths.scale), k)", "(q, k * f32(maths.scale))"),),
     },
     "padded row unwritten": {
@@ -131,7 +154,15 @@ def battery(implement, interpreted):
             out, state = implement(
                 *(
                     x[name]
-                    for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias", "initial_state", "ssm_state_indices")
+                    for name in (
+                        "mixed_qkv",
+                        "a",
+                        "b",
+                        "A_log",
+                        "dt_bias",
+                        "initial_state",
+                        "ssm_state_indices",
+                    )
                 ),
                 sizes=sizes,
                 maths=Maths(scale=0.25, use_qk_l2norm=True),
@@ -147,8 +178,12 @@ def judge(loaded, implementation):
         battery(loaded["mosaic_gpu"].kda_packed_decode_mosaic_gpu, "mosaic_gpu")
 
 
-@pytest.mark.skipif(ON_GPU, reason="XLA for GPUs keeps excess precision: a rounding put into the reference vanishes")
-@pytest.mark.parametrize(("name", "module", "implementation"), RUNS, ids=lambda x: x.replace(" ", "_"))
+@pytest.mark.skipif(
+    ON_GPU, reason="XLA for GPUs keeps excess precision: a rounding put into the reference vanishes"
+)
+@pytest.mark.parametrize(
+    ("name", "module", "implementation"), RUNS, ids=lambda x: x.replace(" ", "_")
+)
 def test_a_mutant_is_caught(monkeypatch, name, module, implementation):
     loaded = mutate(monkeypatch, module, MUTANTS[name][module])
     with pytest.raises(AssertionError):

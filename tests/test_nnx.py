@@ -33,7 +33,9 @@ def test_the_module_is_the_functions():
 def test_the_module_trains():
     from kda_jax.nnx import KDALayer
 
-    layer = KDALayer(kda_jax.KDAConfig(D=16, H=1, HV=2, K=8, V=4), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    layer = KDALayer(
+        kda_jax.KDAConfig(D=16, H=1, HV=2, K=8, V=4), rngs=nnx.Rngs(0), dtype=jnp.float32
+    )
     cache = layer.init_cache(1, conv_dtype=jnp.float32)
 
     def loss(layer):

@@ -25,7 +25,9 @@ def test_A_log_of_any_shape(array, shape):
 
 
 def test_a_padded_A_log_loses_its_zero_tail(array):
-    assert np.asarray(normalize_A_log(array(np.append(VALUES[:HV], np.zeros(5, np.float32))), HV)).tolist() == [
+    assert np.asarray(
+        normalize_A_log(array(np.append(VALUES[:HV], np.zeros(5, np.float32))), HV)
+    ).tolist() == [
         1.0,
         2.0,
         3.0,
@@ -35,7 +37,10 @@ def test_a_padded_A_log_loses_its_zero_tail(array):
 @pytest.mark.parametrize("tail", [1e-30, -1.0, np.nan])
 def test_a_tail_that_is_not_zero_is_refused(array, tail):
     padded = np.append(VALUES[:HV], np.array([0, 0, tail, 0], np.float32))
-    with pytest.raises(ContractError, match=r"`A_log` has 7 elements for HV=3, and its tail is not zero: A_log\[5\]"):
+    with pytest.raises(
+        ContractError,
+        match=r"`A_log` has 7 elements for HV=3, and its tail is not zero: A_log\[5\]",
+    ):
         normalize_A_log(array(padded), HV)
 
 
@@ -49,7 +54,9 @@ def test_other_A_logs_are_refused_with_the_operators_message(array, shape):
 def test_a_traced_padded_A_log_is_a_type_error():
     with pytest.raises(TypeError, match="call normalize_A_log before jit"):
         jax.jit(lambda x: normalize_A_log(x, HV))(np.zeros(7, np.float32))
-    assert jax.jit(lambda x: normalize_A_log(x, HV))(np.zeros((1, 1, 3, 1), np.float32)).shape == (3,)
+    assert jax.jit(lambda x: normalize_A_log(x, HV))(np.zeros((1, 1, 3, 1), np.float32)).shape == (
+        3,
+    )
 
 
 @pytest.mark.parametrize("shape", [(15,), (3, 5), (1, 3, 5)])
@@ -67,7 +74,13 @@ def test_dt_bias_of_another_size_is_refused_with_the_operators_message(array):
 
 @pytest.mark.parametrize(
     ("shape", "varlen"),
-    [((4, 15), False), ((4, 3, 5), False), ((4, 1, 3, 5), False), ((4, 15), True), ((1, 4, 3, 5), True)],
+    [
+        ((4, 15), False),
+        ((4, 3, 5), False),
+        ((4, 1, 3, 5), False),
+        ((4, 15), True),
+        ((1, 4, 3, 5), True),
+    ],
 )
 def test_a(array, shape, varlen):
     got = normalize_a(array(VALUES.reshape(shape)), N, HV, K, varlen=varlen)

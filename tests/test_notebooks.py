@@ -28,11 +28,15 @@ def test_a_notebook_is_kept_executed_and_small(path):
     notebook = json.loads(path.read_text())
     assert len(notebook["cells"]) <= 20
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
-    assert not any(cell["metadata"] for cell in notebook["cells"]), "run notebooks/execute.py --keep"
+    assert not any(cell["metadata"] for cell in notebook["cells"]), (
+        "run notebooks/execute.py --keep"
+    )
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert all(cell["outputs"] for cell in code[1:])  # the first one imports
-    kinds = {output.get("name", output["output_type"]) for cell in code for output in cell["outputs"]}
+    kinds = {
+        output.get("name", output["output_type"]) for cell in code for output in cell["outputs"]
+    }
     assert kinds <= {"stdout", "display_data"}, "an error or a warning is kept"
     assert not re.search(r"/(home|root|tmp|work|Users)/", "".join(map(printed, code)))
 

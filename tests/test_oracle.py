@@ -19,7 +19,13 @@ BY_HAND = {
 @pytest.mark.parametrize(("l2norm", "lower_bound"), BY_HAND)
 def test_by_hand(l2norm, lower_bound):
     out, state = oracle.packed_decode(
-        ROW, *ZEROS, POOL, np.array([2]), scale=1.0, use_qk_l2norm_in_kernel=l2norm, lower_bound=lower_bound
+        ROW,
+        *ZEROS,
+        POOL,
+        np.array([2]),
+        scale=1.0,
+        use_qk_l2norm_in_kernel=l2norm,
+        lower_bound=lower_bound,
     )
     expected_out, expected_state = BY_HAND[l2norm, lower_bound]
     assert out.ravel() == pytest.approx(expected_out, abs=2e-6)

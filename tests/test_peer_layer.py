@@ -31,7 +31,9 @@ def fla_layer(monkeypatch):
         pytest.skip("needs a GPU")
     pytest.importorskip("torch")
     pytest.importorskip("fla.modules")
-    if "fla.layers" not in sys.modules:  # without transformers: the package's own import needs it, this layer does not
+    if (
+        "fla.layers" not in sys.modules
+    ):  # without transformers: the package's own import needs it, this layer does not
         if (spec := importlib.util.find_spec("fla.layers")) is None:
             pytest.skip("needs flash-linear-attention: fla-core alone has no layers")
         monkeypatch.setitem(sys.modules, "fla.layers", importlib.util.module_from_spec(spec))
@@ -53,7 +55,9 @@ class Cache(list):
 
 
 def config_of(sizes, lower_bound):
-    return kda_jax.KDAConfig(D=D, **sizes, lower_bound=lower_bound, norm_eps=1e-3, gate_rank=sizes["V"])
+    return kda_jax.KDAConfig(
+        D=D, **sizes, lower_bound=lower_bound, norm_eps=1e-3, gate_rank=sizes["V"]
+    )
 
 
 def random_params(config, biased):
@@ -68,7 +72,8 @@ def random_params(config, biased):
         kda_jax.init_params(c, jax.random.key(5), dtype=jnp.float32),
         f_down=normal(c.D, c.V) * c.D**-0.5,
         f_up=normal(c.V, c.HV * c.K) * c.V**-0.5,
-        dt_bias=normal(c.HV * c.K) * 2.0 - 4.0,  # channels that forget at once, and such as hold on for all tokens
+        dt_bias=normal(c.HV * c.K) * 2.0
+        - 4.0,  # channels that forget at once, and such as hold on for all tokens
         norm=normal(c.V) * 0.25 + 1.0,
         g_bias=normal(c.HV * c.V) if biased else None,
     )
@@ -76,8 +81,15 @@ def random_params(config, biased):
 
 def named_for_fla(params):
     """The weights by FLA's names; a torch Linear is [out, in]."""
-    linear = dict(q_proj=params.q_proj, k_proj=params.k_proj, v_proj=params.v_proj, b_proj=params.b_proj)
-    linear |= {"f_proj.0": params.f_down, "f_proj.1": params.f_up, "g_proj.0": params.g_down, "g_proj.1": params.g_up}
+    linear = dict(
+        q_proj=params.q_proj, k_proj=params.k_proj, v_proj=params.v_proj, b_proj=params.b_proj
+    )
+    linear |= {
+        "f_proj.0": params.f_down,
+        "f_proj.1": params.f_up,
+        "g_proj.0": params.g_down,
+        "g_proj.1": params.g_up,
+    }
     weights = {f"{name}.weight": x.T for name, x in (linear | dict(o_proj=params.o_proj)).items()}
     weights |= {f"{name}_conv1d.weight": getattr(params, f"{name}_conv")[:, None] for name in "qkv"}
     weights |= {"A_log": params.A_log, "dt_bias": params.dt_bias, "o_norm.weight": params.norm}
@@ -106,7 +118,9 @@ def by_fla(layer_class, weights, config, safe_gate, x, prompt):
     pieces = torch.tensor_split(torch.from_numpy(x).cuda(), tuple(range(prompt, x.shape[1])), dim=1)
     with torch.no_grad():  # otherwise every call is taken in chunks
         outputs = [layer(piece, past_key_values=cache, use_cache=True)[0] for piece in pieces]
-    windows = torch.cat(cache[0]["conv_state"], 1)[:, :, 1:]  # FLA keeps W inputs, of which the first is not needed
+    windows = torch.cat(cache[0]["conv_state"], 1)[
+        :, :, 1:
+    ]  # FLA keeps W inputs, of which the first is not needed
     return [y.cpu().numpy() for y in (torch.cat(outputs, 1), windows, cache[0]["recurrent_state"])]
 
 

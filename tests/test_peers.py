@@ -30,7 +30,10 @@ def operands(varlen):
 
     x = dict(q=normal(B, length, H, K), k=normal(B, length, H, K), v=normal(B, length, HV, V))
     x |= dict(a=normal(B, length, HV, K), b=normal(B, length, HV), pool=normal(N, HV, V, K))
-    return x | dict(A_log=np.log(rng.uniform(1, 16, HV)).astype(np.float32), dt_bias=normal(HV * K) - np.float32(2))
+    return x | dict(
+        A_log=np.log(rng.uniform(1, 16, HV)).astype(np.float32),
+        dt_bias=normal(HV * K) - np.float32(2),
+    )
 
 
 def torch_of(x):

@@ -17,7 +17,9 @@ sizes_for_xla = st.builds(
     K=st.integers(1, 40), V=st.integers(1, 24), S=st.integers(1, 9),
 )  # fmt: skip
 # One compiled kernel for each shape: the values, slots and dtypes vary within it.
-sizes_for_kernels = st.sampled_from([MOSAIC_SHAPES[name] for name in ("k32_v16", "k64_v32", "k128_v16")])
+sizes_for_kernels = st.sampled_from(
+    [MOSAIC_SHAPES[name] for name in ("k32_v16", "k64_v32", "k128_v16")]
+)
 any_slot = st.integers(-3, 12) | st.sampled_from([-(2**31), 2**31 - 1, 2**31 - 2])
 options = st.fixed_dictionaries(
     {
@@ -30,7 +32,9 @@ options = st.fixed_dictionaries(
 
 def draw_call(data, sizes):
     """A call whose live rows name different slots, with values of any magnitude that float32 decode can meet."""
-    slots = np.array(data.draw(st.lists(any_slot, min_size=sizes.B, max_size=sizes.B)), np.int64).astype(np.int32)
+    slots = np.array(
+        data.draw(st.lists(any_slot, min_size=sizes.B, max_size=sizes.B)), np.int64
+    ).astype(np.int32)
     seen = set()
     for row, slot in enumerate(slots.tolist()):
         if slot in seen:
@@ -71,7 +75,9 @@ def test_mosaic_gpu(data, sizes, options):
 @pytest.mark.skipif(not WITH_TRITON, reason="needs a GPU and jax-triton")
 @FEW
 @given(
-    data=st.data(), sizes=st.sampled_from([SHAPES[name] for name in ("k60_v24", "k100_v7", "k64_v32")]), options=options
+    data=st.data(),
+    sizes=st.sampled_from([SHAPES[name] for name in ("k60_v24", "k100_v7", "k64_v32")]),
+    options=options,
 )
 def test_triton(data, sizes, options):
     call = draw_call(data, sizes)
@@ -87,7 +93,8 @@ def test_the_strategies_reach_every_kind_of_row():
         call = draw_call(data, SHAPES["k32_v16"])
         slots = call.operands["ssm_state_indices"]
         kinds.update(
-            "live" if live else "low" if slot < 0 else "high" for slot, live in zip(slots, call.live, strict=True)
+            "live" if live else "low" if slot < 0 else "high"
+            for slot, live in zip(slots, call.live, strict=True)
         )
 
     collect()

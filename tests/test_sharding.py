@@ -15,14 +15,19 @@ CONFIG = kda_jax.KDAConfig(D=24, H=8, HV=16, K=8, V=4, gate_rank=4)
 FULL = kda_jax.KDAConfig(D=24, H=8, HV=8, K=8, V=4, lower_bound=-5.0)
 S, LIMIT = 8, 1e-5
 MESHES = [((2,), ("tp",)), ((8,), ("tp",)), ((2, 4), ("dp", "tp"))]
-MESHES += [pytest.param(*mesh, marks=pytest.mark.slow) for mesh in (((4,), ("tp",)), ((4, 2), ("tp", "dp")))]
+MESHES += [
+    pytest.param(*mesh, marks=pytest.mark.slow)
+    for mesh in (((4,), ("tp",)), ((4, 2), ("tp", "dp")))
+]
 
 
 def mesh_of(shape, names):
     count = int(np.prod(shape))
     if len(jax.devices()) < count:
         pytest.skip(f"needs {count} devices")
-    return jax.make_mesh(shape, names, devices=jax.devices()[:count], axis_types=(AxisType.Auto,) * len(shape))
+    return jax.make_mesh(
+        shape, names, devices=jax.devices()[:count], axis_types=(AxisType.Auto,) * len(shape)
+    )
 
 
 def layer(config):
@@ -30,12 +35,17 @@ def layer(config):
     cache = kda_jax.init_cache(config, S, conv_dtype=jnp.float32)
     keys = jax.random.split(jax.random.key(2), 2)
     return params, kda_jax.KDACache(
-        *(jax.random.normal(k, x.shape) for k, x in zip(keys, (cache.conv, cache.state), strict=True))
+        *(
+            jax.random.normal(k, x.shape)
+            for k, x in zip(keys, (cache.conv, cache.state), strict=True)
+        )
     )
 
 
 def whole(cache, config, shards):
-    return sharding.join_packed(np.asarray(cache.conv), shards, config, axis=1), np.asarray(cache.state)
+    return sharding.join_packed(np.asarray(cache.conv), shards, config, axis=1), np.asarray(
+        cache.state
+    )
 
 
 def assert_no_gather(step, *arguments):
@@ -56,7 +66,9 @@ def test_decode_equals_one_device(shape, names, config):
     slots = jnp.array([1, -1, 7, 4])
     wanted, after = kda_jax.kda_decode(params, x, cache, slots, config=config)
     params, cache = sharding.place(params, cache, mesh, config, heads="tp", rows=rows)
-    step = jax.jit(sharding.sharded_decode(mesh, config, params, heads="tp", rows=rows), donate_argnums=2)
+    step = jax.jit(
+        sharding.sharded_decode(mesh, config, params, heads="tp", rows=rows), donate_argnums=2
+    )
     assert_no_gather(step, params, x, cache, slots)
     y, got = step(params, x, cache, slots)
     assert got.state.sharding.spec[1] == "tp"
@@ -75,7 +87,9 @@ def test_prefill_equals_one_device(shape, names):
     slots, bounds = jnp.array([1, 2, 7, 4]), jnp.array([0, 66, 70, 70, 140])
     wanted, after = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=CONFIG)
     params, cache = sharding.place(params, cache, mesh, CONFIG, heads="tp", rows=rows)
-    step = jax.jit(sharding.sharded_prefill(mesh, CONFIG, params, heads="tp", rows=rows), donate_argnums=2)
+    step = jax.jit(
+        sharding.sharded_prefill(mesh, CONFIG, params, heads="tp", rows=rows), donate_argnums=2
+    )
     bounds = bounds if rows is None else jnp.array([[0, 66, 70], [0, 0, 70]])
     assert_no_gather(step, params, x, cache, slots, bounds)
     y, got = step(params, x, cache, slots, bounds)
@@ -141,7 +155,9 @@ def test_what_cannot_be_cut_is_refused():
     with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
         kda_jax.init_cache(config, 3, ranks=4)
     assert kda_jax.init_cache(config, 3, ranks=2).conv.shape == (3, 16, 3)
-    with pytest.raises(ContractError, match=r"axis -1 must have 2\*H\*K\+HV\*V = 32 elements \(got 31\)"):
+    with pytest.raises(
+        ContractError, match=r"axis -1 must have 2\*H\*K\+HV\*V = 32 elements \(got 31\)"
+    ):
         sharding.join_packed(jnp.zeros(31), 2, config)
 
 
@@ -154,8 +170,14 @@ def test_packed_decode_by_its_specs(shape, names):
     def normal(*shape):
         return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
 
-    x = dict(mixed_qkv=normal(B, CONFIG.channels), a=normal(B, HV * K), b=normal(B, HV), A_log=normal(HV))
-    x |= dict(dt_bias=normal(HV * K), initial_state=normal(S, HV, V, K), ssm_state_indices=jnp.array([1, -1, 7, 4]))
+    x = dict(
+        mixed_qkv=normal(B, CONFIG.channels), a=normal(B, HV * K), b=normal(B, HV), A_log=normal(HV)
+    )
+    x |= dict(
+        dt_bias=normal(HV * K),
+        initial_state=normal(S, HV, V, K),
+        ssm_state_indices=jnp.array([1, -1, 7, 4]),
+    )
     wanted_out, wanted = kda_jax.packed_decode(**x)
     operands, results = sharding.packed_decode_specs("tp", rows)
     x["mixed_qkv"] = sharding.split_packed(x["mixed_qkv"], mesh.shape["tp"], CONFIG)
@@ -163,10 +185,14 @@ def test_packed_decode_by_its_specs(shape, names):
     def step(x):
         slots = x["ssm_state_indices"]
         if rows:
-            slots = sharding.local_slots(slots, jax.lax.axis_index(rows), x["initial_state"].shape[0])
+            slots = sharding.local_slots(
+                slots, jax.lax.axis_index(rows), x["initial_state"].shape[0]
+            )
         return kda_jax.packed_decode(**x | dict(ssm_state_indices=slots))
 
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(operands,), out_specs=results, check_vma=False))
+    step = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(operands,), out_specs=results, check_vma=False)
+    )
     out, state = step(x)
     assert_near(out, wanted_out, 1e-6)
     assert_near(state, wanted, 1e-6)

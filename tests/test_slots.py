@@ -10,7 +10,9 @@ from kda_contracts import ContractError
 from kda_jax.slots import as_int32
 
 
-@pytest.mark.parametrize("indices", [[4, -1, 0, -1], [], [5], np.array([0, 1], np.int8), jnp.array([-1, -1])])
+@pytest.mark.parametrize(
+    "indices", [[4, -1, 0, -1], [], [5], np.array([0, 1], np.int8), jnp.array([-1, -1])]
+)
 def test_valid(indices):
     kda_jax.validate_slots(indices, 6)
 
@@ -18,7 +20,10 @@ def test_valid(indices):
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([6, -1, 0], r"1 row breaks the contract\n  row 0 has slot 6: it must be -1 \(a padded row\) or in \[0, 6\)"),
+        (
+            [6, -1, 0],
+            r"1 row breaks the contract\n  row 0 has slot 6: it must be -1 \(a padded row\) or in \[0, 6\)",
+        ),
         ([0, -2], r"row 1 has slot -2"),
         ([3, 1, 3], r"row 2 has slot 3, as row 0 has"),
         (np.array([2**32, 1]), r"row 0 has slot 4294967296"),
@@ -66,7 +71,9 @@ def test_pad_slots(library):
         kda_jax.pad_slots(library([4, 2]), 1)
 
 
-@pytest.mark.parametrize("indices", [[1, 3, 1], np.array([1, 3, -1, 9, 2**40]), jnp.array([3, 1, -5, 5]), []])
+@pytest.mark.parametrize(
+    "indices", [[1, 3, 1], np.array([1, 3, -1, 9, 2**40]), jnp.array([3, 1, -5, 5]), []]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_clear_slots(indices, dtype):
     pool = np.full((5, 2, 3, 4), 7, jnp.dtype(dtype))

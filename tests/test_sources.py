@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import GATES, SHAPES, make_call
-from support import IMPLEMENTATIONS, assert_meets_oracle, assert_same_bits, decode, lowered_text, on_device, running
+from support import (
+    IMPLEMENTATIONS,
+    assert_meets_oracle,
+    assert_same_bits,
+    decode,
+    lowered_text,
+    on_device,
+    running,
+)
 
 import kda_jax
 from kda_contracts import ContractError
@@ -46,7 +54,9 @@ def test_a_source_outside_the_pool_is_a_zero_state(implementation, outside):
 def test_own_slots_as_sources_change_no_bit(implementation):
     call = make_call(SHAPES["k64_v32"])
     expected = decode(call.operands, implementation)
-    got = decode(call.operands | {"source_indices": call.operands["ssm_state_indices"]}, implementation)
+    got = decode(
+        call.operands | {"source_indices": call.operands["ssm_state_indices"]}, implementation
+    )
     assert_same_bits(got[0], expected[0])
     assert_same_bits(got[1], expected[1])
 
@@ -66,9 +76,11 @@ def test_under_jit_with_a_ref(implementation):
     x = on_device(call.operands)
     ref = jax.new_ref(x.pop("initial_state"))
     with running(implementation):
-        out = jax.jit(lambda ref, x: kda_jax.packed_decode(initial_state=ref, **x, implementation=implementation)[0])(
-            ref, x
-        )
+        out = jax.jit(
+            lambda ref, x: kda_jax.packed_decode(
+                initial_state=ref, **x, implementation=implementation
+            )[0]
+        )(ref, x)
     assert_meets_oracle(call, out, ref[...])
 
 
@@ -79,7 +91,9 @@ def test_vmap_over_sources_alone(implementation):
     sources = jnp.stack([x["source_indices"], jnp.full((4,), -1)])
 
     def step(sources):
-        return kda_jax.packed_decode(**x | {"source_indices": sources}, implementation=implementation)
+        return kda_jax.packed_decode(
+            **x | {"source_indices": sources}, implementation=implementation
+        )
 
     with running(implementation):
         out, state = jax.vmap(step)(sources)
@@ -92,18 +106,32 @@ def test_without_sources_the_program_has_no_trace_of_them():
     call = make_call(SHAPES["k32_v16"])
     for implementation in IMPLEMENTATIONS:
         text = lowered_text(
-            lambda x, name=implementation: kda_jax.packed_decode(**x, implementation=name), call.operands
+            lambda x, name=implementation: kda_jax.packed_decode(**x, implementation=name),
+            call.operands,
         )
-        (head,) = (line for line in text.splitlines() if "func.func private" in line and "kda_packed_decode_" in line)
+        (head,) = (
+            line
+            for line in text.splitlines()
+            if "func.func private" in line and "kda_packed_decode_" in line
+        )
         assert head.count("4xi32") == 1, head
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (np.zeros(3, np.int32), r"`source_indices` must have shape \[B\] \(got \(3,\); expected \(4,\)\)"),
-        (np.zeros((4, 1), np.int32), r"`source_indices` must be 1D for packed decode \(got ndim=2\)"),
-        (np.zeros(4, np.uint32), r"`source_indices` must be int8, .*\n.*\n.*source_indices.astype\('int32'\)"),
+        (
+            np.zeros(3, np.int32),
+            r"`source_indices` must have shape \[B\] \(got \(3,\); expected \(4,\)\)",
+        ),
+        (
+            np.zeros((4, 1), np.int32),
+            r"`source_indices` must be 1D for packed decode \(got ndim=2\)",
+        ),
+        (
+            np.zeros(4, np.uint32),
+            r"`source_indices` must be int8, .*\n.*\n.*source_indices.astype\('int32'\)",
+        ),
     ],
 )
 def test_a_wrong_source_operand(wrong, message):
@@ -114,9 +142,13 @@ def test_a_wrong_source_operand(wrong, message):
 def test_validate_slots_sees_a_source_that_another_row_writes():
     kda_jax.validate_slots([4, -1, 0, 8], 9, source_indices=[6, 4, 6, -1])
     kda_jax.validate_slots([4, 0], 9, source_indices=[4, 0])
-    with pytest.raises(ContractError, match="row 0 reads slot 0, which row 1 writes in the same step"):
+    with pytest.raises(
+        ContractError, match="row 0 reads slot 0, which row 1 writes in the same step"
+    ):
         kda_jax.validate_slots([4, 0], 9, source_indices=[0, 3])
-    with pytest.raises(ContractError, match=r"row 1 has source 9: it must be -1 \(a zero state\) or in \[0, 9\)"):
+    with pytest.raises(
+        ContractError, match=r"row 1 has source 9: it must be -1 \(a zero state\) or in \[0, 9\)"
+    ):
         kda_jax.validate_slots([4, 0], 9, source_indices=[4, 9])
     with pytest.raises(ContractError, match="1 source indices for 2 rows"):
         kda_jax.validate_slots([4, 0], 9, source_indices=[4])

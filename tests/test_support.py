@@ -15,7 +15,9 @@ def test_near_accepts_the_right_answer():
     support.assert_near(RIGHT, RIGHT.astype(np.float64), 1e-7)
 
 
-@pytest.mark.parametrize("wrong", [RIGHT * 1.00001, RIGHT[:-1], np.where(RIGHT == 1.0, np.nan, RIGHT)])
+@pytest.mark.parametrize(
+    "wrong", [RIGHT * 1.00001, RIGHT[:-1], np.where(RIGHT == 1.0, np.nan, RIGHT)]
+)
 def test_near_refuses(wrong):
     with pytest.raises(AssertionError):
         support.assert_near(wrong, RIGHT, 2e-6)
@@ -39,12 +41,18 @@ def test_rounded_refuses_truncation():
     exact = np.random.default_rng(0).standard_normal(1000)
     nearest = exact.astype(jnp.bfloat16)
     support.assert_rounded(nearest, exact, 2e-6)
-    truncated = (exact.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32).astype(jnp.bfloat16)
+    truncated = (
+        (exact.astype(np.float32).view(np.uint32) & 0xFFFF0000)
+        .view(np.float32)
+        .astype(jnp.bfloat16)
+    )
     with pytest.raises(AssertionError):
         support.assert_rounded(truncated, exact, 2e-6)
 
 
-@pytest.mark.parametrize("wrong", [-np.zeros(3, np.float32), np.zeros(3, np.float64), np.zeros((3, 1), np.float32)])
+@pytest.mark.parametrize(
+    "wrong", [-np.zeros(3, np.float32), np.zeros(3, np.float64), np.zeros((3, 1), np.float32)]
+)
 def test_same_bits_refuses(wrong):
     with pytest.raises(AssertionError):
         support.assert_same_bits(wrong, np.zeros(3, np.float32))
@@ -66,7 +74,9 @@ def _skip_the_update(out, state, call):
     state[call.slots[0]] = call.operands["initial_state"][call.slots[0]]
 
 
-@pytest.mark.parametrize("spoil", [_write_other_slot, _transpose_heads, _leave_padded_row, _skip_the_update])
+@pytest.mark.parametrize(
+    "spoil", [_write_other_slot, _transpose_heads, _leave_padded_row, _skip_the_update]
+)
 def test_the_oracle_comparison_refuses(spoil):
     call = make_call(SHAPES["k64_v32"])
     out, state = oracle.packed_decode(**call.operands)

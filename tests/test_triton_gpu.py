@@ -50,7 +50,9 @@ print("compiled")
 def test_compiles_without_a_gpu(case, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", PROGRAM, repr(case)], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, repr(case)], capture_output=True, text=True
+    )
     assert run.stdout.strip() == "compiled", run.stderr[-2000:]
 
 

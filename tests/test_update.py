@@ -12,7 +12,12 @@ import kda_jax
 from kda_contracts import Sizes
 from kda_jax import oracle
 
-BOTH = [(name, form) for form in FORMS for name in IMPLEMENTATIONS if name != "mosaic_gpu" or form != "odd"]
+BOTH = [
+    (name, form)
+    for form in FORMS
+    for name in IMPLEMENTATIONS
+    if name != "mosaic_gpu" or form != "odd"
+]
 
 
 def assert_same(implementation, got, wanted):
@@ -39,13 +44,19 @@ def test_a_narrow_pool_is_rounded_after_every_token(implementation, form, pool_d
     out, state = run(call, implementation)
     wanted_out, wanted, _ = expected(call)
     limit = 4 * rounding(pool_dtype)
-    assert_near(np.asarray(out)[call.tokens], wanted_out[call.tokens], limit + 2 * rounding("bfloat16"))
+    assert_near(
+        np.asarray(out)[call.tokens], wanted_out[call.tokens], limit + 2 * rounding("bfloat16")
+    )
     assert_near(np.asarray(state)[call.slots[call.live]], wanted[call.slots[call.live]], limit)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_of_1_to_33(implementation):
-    lengths = (33, 1, 32, 2, 31, 16, 17, 3) if implementation == "mosaic_gpu" and not ON_GPU else tuple(range(1, 34))
+    lengths = (
+        (33, 1, 32, 2, 31, 16, 17, 3)
+        if implementation == "mosaic_gpu" and not ON_GPU
+        else tuple(range(1, 34))
+    )
     call = make_update(lengths, dtype="float32", padded=False)
     out, state = run(call, implementation)
     assert_meets_oracle(call, out, state, 2 * STATE_LIMIT)
@@ -54,16 +65,29 @@ def test_lengths_of_1_to_33(implementation):
 def assert_equals_one_by_one(call, implementation, pool_dtype):
     """One call of several tokens gives what so many calls of one token give."""
     out, state = run(call, implementation)
-    x, pool, outs = call.operands, call.operands["initial_state_source"], np.zeros(np.shape(out), np.float32)
+    x, pool, outs = (
+        call.operands,
+        call.operands["initial_state_source"],
+        np.zeros(np.shape(out), np.float32),
+    )
     bounds = x.get("cu_seqlens", np.arange(call.sizes.N + 1) * call.sizes.T)
     flat = {name: x[name].reshape(-1, *x[name].shape[2:]) for name in ("q", "k", "v", "a", "b")}
     for step in range(max(np.diff(bounds))):
         rows = np.flatnonzero(np.diff(bounds) > step)
         tokens = {name: flat[name][bounds[rows] + step][:, None] for name in flat}
-        one = Update(call.sizes, tokens | {name: x[name] for name in ("A_log", "dt_bias")}, call.live, call.tokens)
-        one.operands.update(initial_state_source=pool, initial_state_indices=x["initial_state_indices"][rows])
+        one = Update(
+            call.sizes,
+            tokens | {name: x[name] for name in ("A_log", "dt_bias")},
+            call.live,
+            call.tokens,
+        )
+        one.operands.update(
+            initial_state_source=pool, initial_state_indices=x["initial_state_indices"][rows]
+        )
         row_out, pool = run(one, implementation)
-        outs.reshape(-1, *outs.shape[2:])[bounds[rows] + step] = np.asarray(row_out, np.float32)[:, 0]
+        outs.reshape(-1, *outs.shape[2:])[bounds[rows] + step] = np.asarray(row_out, np.float32)[
+            :, 0
+        ]
     live = call.slots[call.live & (np.diff(bounds) > 0)]
     if pool_dtype == "float32" or (ON_GPU and implementation != "xla"):
         assert_same(implementation, np.asarray(out, np.float32), outs)
@@ -82,10 +106,14 @@ def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("K", "V"), [(32, 64), (64, 48), (96, 48), (128, 16), (128, 96), (192, 64), (256, 32)])
+@pytest.mark.parametrize(
+    ("K", "V"), [(32, 64), (64, 48), (96, 48), (128, 16), (128, 96), (192, 64), (256, 32)]
+)
 def test_however_a_kernel_spreads_a_row_its_sums_are_the_same(K, V, pool_dtype):
     """Each pair is another layout of the Mosaic kernel's: folded or not, one repeat or more, one pass or more."""
-    call = make_update(Sizes(B=2, T=6, N=2, H=1, HV=2, K=K, V=V, S=3), dtype="float32", pool_dtype=pool_dtype)
+    call = make_update(
+        Sizes(B=2, T=6, N=2, H=1, HV=2, K=K, V=V, S=3), dtype="float32", pool_dtype=pool_dtype
+    )
     if pool_dtype == "float32":  # the oracle does not round after each token
         assert_meets_oracle(call, *run(call, "mosaic_gpu"), 2 * STATE_LIMIT)
     assert_equals_one_by_one(call, "mosaic_gpu", pool_dtype)
@@ -97,7 +125,9 @@ def test_dense_varlen_and_packed_agree_for_one_token(implementation):
     x = call.operands
     dense_out, dense = run(call, implementation)
     flat = {name: x[name].reshape(1, -1, *x[name].shape[2:]) for name in ("q", "k", "v", "a", "b")}
-    varlen = Update(call.sizes, x | flat | dict(cu_seqlens=np.arange(6, dtype=np.int32)), call.live, call.tokens)
+    varlen = Update(
+        call.sizes, x | flat | dict(cu_seqlens=np.arange(6, dtype=np.int32)), call.live, call.tokens
+    )
     varlen_out, state = run(varlen, implementation)
     packed = kda_jax.pack_qkv(*(jnp.asarray(x[name][:, 0]) for name in ("q", "k", "v")))
     with running(implementation):
@@ -113,7 +143,10 @@ def test_dense_varlen_and_packed_agree_for_one_token(implementation):
             implementation=implementation,
         )
     live = call.slots[call.live]
-    for other_out, other in ((np.asarray(varlen_out)[0][:, None], state), (packed_out, packed_state)):
+    for other_out, other in (
+        (np.asarray(varlen_out)[0][:, None], state),
+        (packed_out, packed_state),
+    ):
         assert_same(implementation, other_out, dense_out)
         assert_same(implementation, np.asarray(other)[live], np.asarray(dense)[live])
 
@@ -122,7 +155,12 @@ def test_dense_varlen_and_packed_agree_for_one_token(implementation):
 def test_one_sequence_is_not_ambiguous(implementation):
     """N = 1, T = 1: with cu_seqlens and without, the same."""
     call = make_update((1,))
-    dense = Update(call.sizes, {n: x for n, x in call.operands.items() if n != "cu_seqlens"}, call.live, call.tokens)
+    dense = Update(
+        call.sizes,
+        {n: x for n, x in call.operands.items() if n != "cu_seqlens"},
+        call.live,
+        call.tokens,
+    )
     for got, wanted in zip(run(call, implementation), run(dense, implementation), strict=True):
         live = np.isfinite(np.asarray(wanted, np.float32))
         assert_same(implementation, np.asarray(got)[live], np.asarray(wanted)[live])
@@ -161,7 +199,11 @@ def test_states_after_every_token(implementation, form):
     assert_same_bits(state, before)
     assert_near(states[call.tokens], wanted[call.tokens], STATE_LIMIT)
     assert_same_bits(states[~call.tokens], np.zeros_like(states[~call.tokens]))
-    assert_near(np.asarray(out)[call.tokens], wanted_out[call.tokens], STATE_LIMIT + 2 * rounding("bfloat16"))
+    assert_near(
+        np.asarray(out)[call.tokens],
+        wanted_out[call.tokens],
+        STATE_LIMIT + 2 * rounding("bfloat16"),
+    )
     bounds = call.operands.get("cu_seqlens", np.arange(call.sizes.N + 1) * call.sizes.T)
     _, advanced, again = run(call, implementation, intermediate_states=True)
     assert_same_bits(again, states)
@@ -190,13 +232,24 @@ def test_a_rejected_draft_costs_nothing(implementation):
     wanted_out, wanted, _ = expected(first, write=draft, update_state=False)
     assert_near(np.asarray(out)[:3], wanted_out[:3], STATE_LIMIT + 2 * rounding("bfloat16"))
     assert_near(state, wanted, STATE_LIMIT)
-    for slot in (0, 1, 2, 3, draft[3, 0], 9):  # the sequences' own, a padded one's, the one that is not kept
+    for slot in (
+        0,
+        1,
+        2,
+        3,
+        draft[3, 0],
+        9,
+    ):  # the sequences' own, a padded one's, the one that is not kept
         assert_same_bits(np.asarray(state)[slot], pool[slot])
 
     second = draft_call(2, own, np.asarray(state))
     sources = np.array([draft[0, 1], 1, draft[2, 2], -1])
     out, state = run(
-        second, implementation, update_state=False, intermediate_states=draft, num_accepted_tokens=accepted
+        second,
+        implementation,
+        update_state=False,
+        intermediate_states=draft,
+        num_accepted_tokens=accepted,
     )
     wanted_out, wanted, _ = expected(second, write=draft, sources=sources, update_state=False)
     assert_near(np.asarray(out)[:3], wanted_out[:3], STATE_LIMIT + 2 * rounding("bfloat16"))
@@ -208,10 +261,16 @@ def test_no_sequence_starts_from_anothers_slot(form):
     """More accepted tokens than the sequence has in this call: its own slot, never a neighbour's."""
     call = make_update(FORMS[form], padded=False)
     lengths = np.diff(call.operands.get("cu_seqlens", np.arange(call.sizes.N + 1) * call.sizes.T))
-    pool = np.random.default_rng(1).standard_normal((40, *call.operands["initial_state_source"].shape[1:]), np.float32)
+    pool = np.random.default_rng(1).standard_normal(
+        (40, *call.operands["initial_state_source"].shape[1:]), np.float32
+    )
     call.operands.update(initial_state_source=pool)
-    writes = np.arange(20, 20 + call.sizes.B * call.sizes.T, dtype=np.int32).reshape(call.sizes.B, call.sizes.T)
-    got = run(call, "xla", update_state=False, intermediate_states=writes, num_accepted_tokens=lengths + 1)
+    writes = np.arange(20, 20 + call.sizes.B * call.sizes.T, dtype=np.int32).reshape(
+        call.sizes.B, call.sizes.T
+    )
+    got = run(
+        call, "xla", update_state=False, intermediate_states=writes, num_accepted_tokens=lengths + 1
+    )
     wanted = run(call, "xla", update_state=False, intermediate_states=writes)
     for one, other in zip(got, wanted, strict=True):
         assert_same_bits(one, other)
@@ -234,7 +293,10 @@ def test_commit_advances_by_the_accepted_tokens(form):
     beyond = kda_jax.commit(jnp.asarray(pool), states, call.slots, lengths + 1, **boundaries)
     assert_same_bits(beyond, pool)  # more than there are: never a neighbour's state
     ref = jax.new_ref(jnp.asarray(pool))
-    assert jax.jit(lambda r: kda_jax.commit(r, states, call.slots, accepted, **boundaries))(ref) is None
+    assert (
+        jax.jit(lambda r: kda_jax.commit(r, states, call.slots, accepted, **boundaries))(ref)
+        is None
+    )
     assert_same_bits(ref[...], wanted)
 
 
@@ -244,16 +306,27 @@ def test_the_recurrence_with_gates_from_outside(implementation):
     x = call.operands
     shape = (*x["v"].shape[:3], VARLEN["K"])
     decay, beta = oracle.gates(x["a"].reshape(shape), x["b"], x["A_log"], x["dt_bias"])
-    decay, beta = (np.where(np.isfinite(gate), gate, 0).astype(np.float32) for gate in (decay, beta))
-    wanted = oracle.update(x["q"], x["k"], x["v"], decay, beta, x["initial_state_source"], call.slots, l2norm=False)
+    decay, beta = (
+        np.where(np.isfinite(gate), gate, 0).astype(np.float32) for gate in (decay, beta)
+    )
+    wanted = oracle.update(
+        x["q"], x["k"], x["v"], decay, beta, x["initial_state_source"], call.slots, l2norm=False
+    )
     with running(implementation):
         out, state = kda_jax.recurrent_kda(
-            *(jnp.asarray(y) for y in (x["q"], x["k"], x["v"], decay, beta, x["initial_state_source"])),
+            *(
+                jnp.asarray(y)
+                for y in (x["q"], x["k"], x["v"], decay, beta, x["initial_state_source"])
+            ),
             jnp.asarray(call.slots),
             implementation=implementation,
         )
-    assert_near(np.asarray(out)[call.tokens], wanted[0][call.tokens], STATE_LIMIT + 2 * rounding("bfloat16"))
-    assert_near(np.asarray(state)[call.slots[call.live]], wanted[1][call.slots[call.live]], STATE_LIMIT)
+    assert_near(
+        np.asarray(out)[call.tokens], wanted[0][call.tokens], STATE_LIMIT + 2 * rounding("bfloat16")
+    )
+    assert_near(
+        np.asarray(state)[call.slots[call.live]], wanted[1][call.slots[call.live]], STATE_LIMIT
+    )
 
 
 def test_accepted_layouts_of_the_gates_give_the_same_bits():
@@ -261,13 +334,23 @@ def test_accepted_layouts_of_the_gates_give_the_same_bits():
     for call, shapes in (
         (dense, {"a": [(4, 3, 4, 64)], "dt_bias": [(4, 64)], "A_log": [(1, 1, 4, 1)]}),
         (varlen, {"a": [(1, 10, 2, 64), (10, 2, 64), (10, 128)], "b": [(10, 2)]}),
-        (one, {"a": [(5, 2, 32), (5, 1, 2, 32), (5, 64)], "b": [(5, 2)], "initial_state_source": [(7 * 2 * 16 * 32,)]}),
+        (
+            one,
+            {
+                "a": [(5, 2, 32), (5, 1, 2, 32), (5, 64)],
+                "b": [(5, 2)],
+                "initial_state_source": [(7 * 2 * 16 * 32,)],
+            },
+        ),
     ):
         wanted = run(call, "xla")
         for name, layouts in shapes.items():
             for layout in layouts:
                 other = Update(
-                    call.sizes, call.operands | {name: call.operands[name].reshape(layout)}, call.live, call.tokens
+                    call.sizes,
+                    call.operands | {name: call.operands[name].reshape(layout)},
+                    call.live,
+                    call.tokens,
                 )
                 out, state = run(other, "xla")
                 assert_same_bits(out, wanted[0])
@@ -306,15 +389,20 @@ def test_xla_differentiates_through_several_tokens():
     x = {name: jnp.asarray(y) for name, y in call.operands.items()}
 
     def loss(v, dt_bias):
-        out, _ = kda_jax.fused_sigmoid_gating_kda_update(**x | dict(v=v, dt_bias=dt_bias), implementation="xla")
+        out, _ = kda_jax.fused_sigmoid_gating_kda_update(
+            **x | dict(v=v, dt_bias=dt_bias), implementation="xla"
+        )
         return (out**2).sum()
 
     slope = jax.grad(loss, argnums=(0, 1))(x["v"], x["dt_bias"])
     step = 1e-2
-    direction = jnp.asarray(np.random.default_rng(3).standard_normal(x["dt_bias"].shape, np.float32))
-    numeric = (loss(x["v"], x["dt_bias"] + step * direction) - loss(x["v"], x["dt_bias"] - step * direction)) / (
-        2 * step
+    direction = jnp.asarray(
+        np.random.default_rng(3).standard_normal(x["dt_bias"].shape, np.float32)
     )
+    numeric = (
+        loss(x["v"], x["dt_bias"] + step * direction)
+        - loss(x["v"], x["dt_bias"] - step * direction)
+    ) / (2 * step)
     assert abs(float((slope[1] * direction).sum()) - float(numeric)) <= 0.02 * abs(float(numeric))
 
 
@@ -335,7 +423,9 @@ def test_a_ref_that_is_written_may_not_be_shared_under_vmap():
     states = jnp.ones((*shape[:2], *ref.shape[1:]))
     for step in (
         lambda slots: kda_jax.chunk_kda(x["q"], x["k"], x["v"], decay, beta, ref, slots)[0],
-        lambda slots: kda_jax.recurrent_kda(x["q"], x["k"], x["v"], decay, beta, ref, slots, implementation="xla")[0],
+        lambda slots: kda_jax.recurrent_kda(
+            x["q"], x["k"], x["v"], decay, beta, ref, slots, implementation="xla"
+        )[0],
         lambda slots: (kda_jax.commit(ref, states, slots, jnp.ones(4, jnp.int32)), slots)[1],
         lambda slots: (kda_jax.clear_slots(ref, slots), slots)[1],
     ):
@@ -377,5 +467,7 @@ def test_tokens_that_no_sequence_holds_read_zero():
         out, state = run(Update(call.sizes, x, call.live, call.tokens), implementation)
         wanted_out, wanted, _ = expected(Update(call.sizes, x, call.live, call.tokens))
         assert not np.asarray(out, np.float32)[0, 4].any()
-        assert_near(np.asarray(out)[0, :4], wanted_out[0, :4], STATE_LIMIT + 2 * rounding("bfloat16"))
+        assert_near(
+            np.asarray(out)[0, :4], wanted_out[0, :4], STATE_LIMIT + 2 * rounding("bfloat16")
+        )
         assert_near(np.asarray(state)[call.slots], wanted[call.slots], STATE_LIMIT)

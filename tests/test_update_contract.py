@@ -25,9 +25,17 @@ def strided_pool():
 WRONG = [
     (DENSE, {"q": zeros(4, 2, 64)}, "`q` must be a 4D tensor (got ndim=3)."),
     (DENSE, {"v": zeros(4, 3, 128)}, "`v` must be a 4D tensor (got ndim=3)."),
-    (DENSE, {"initial_state_indices": zeros(4, 1, dtype=np.int32)}, "`initial_state_indices` must be 1D (got ndim=2)."),
+    (
+        DENSE,
+        {"initial_state_indices": zeros(4, 1, dtype=np.int32)},
+        "`initial_state_indices` must be 1D (got ndim=2).",
+    ),
     (DENSE, {"k": zeros(4, 3, 4, 64)}, "`k` must have shape (4, 3, 2, 64) (got (4, 3, 4, 64))."),
-    (DENSE, {"q": zeros(4, 3, 3, 64), "k": zeros(4, 3, 3, 64)}, "Invalid head config: HV=4 must be a multiple of H=3."),
+    (
+        DENSE,
+        {"q": zeros(4, 3, 3, 64), "k": zeros(4, 3, 3, 64)},
+        "Invalid head config: HV=4 must be a multiple of H=3.",
+    ),
     (
         VARLEN,
         {"cu_seqlens": None},
@@ -35,7 +43,11 @@ WRONG = [
         "      got (1, 10, 1, 64) bfloat16\n"
         "      sequences that lie end to end need cu_seqlens",
     ),
-    (DENSE, {"cu_seqlens": zeros(5, dtype=np.int32)}, "one row a sequence is the dense form: leave cu_seqlens out"),
+    (
+        DENSE,
+        {"cu_seqlens": zeros(5, dtype=np.int32)},
+        "one row a sequence is the dense form: leave cu_seqlens out",
+    ),
     (
         VARLEN,
         {"cu_seqlens": zeros(5, dtype=np.int32)},
@@ -44,18 +56,46 @@ WRONG = [
     (DENSE, {"A_log": None}, "`A_log` may be None only with a `lower_bound`."),
     (DENSE, {"A_log": zeros(2)}, "Unexpected A_log shape: (2,); expected numel=4"),
     (DENSE, {"dt_bias": zeros(4)}, "Unexpected dt_bias shape: (4,); expected numel=256"),
-    (DENSE, {"dt_bias": zeros(4)}, "4 is HV: this looks like one bias per head; repeat each K=64 times"),
+    (
+        DENSE,
+        {"dt_bias": zeros(4)},
+        "4 is HV: this looks like one bias per head; repeat each K=64 times",
+    ),
     (DENSE, {"a": zeros(4, 3, 4)}, "Unexpected a shape for dense: (4, 3, 4)"),
-    (DENSE, {"a": zeros(4, 3, 4)}, "one gate per head is GDN's; KDA has one per (head, channel), HV*K=256 a row"),
+    (
+        DENSE,
+        {"a": zeros(4, 3, 4)},
+        "one gate per head is GDN's; KDA has one per (head, channel), HV*K=256 a row",
+    ),
     (VARLEN, {"a": zeros(5, 2, 64)}, "Unexpected a shape for varlen: (5, 2, 64)"),
     (DENSE, {"a": zeros(12, 256)}, "the same elements in another shape: a.reshape(4, 3, 256)"),
     (DENSE, {"b": zeros(4, 3, 2)}, "Unexpected b shape for dense: (4, 3, 2)"),
     (DENSE, {"a": DENSE["b"], "b": DENSE["a"]}, "this looks like `a` and `b` swapped"),
-    (DENSE, {"initial_state_source": zeros(6, 4, 32)}, "Unexpected initial_state_source shape: (6, 4, 32)"),
-    (DENSE, {"initial_state_source": zeros(4 * 32 * 64 + 1)}, "Unexpected initial_state_source shape: (8193,)"),
-    (DENSE, {"initial_state_source": zeros(8193)}, "a flat pool holds whole slots of HV*V*K = 8192 elements"),
-    (DENSE, {"initial_state_source": zeros(6, 4, 64, 32)}, "Unexpected initial_state_source shape: (6, 4, 64, 32)"),
-    (DENSE, {"initial_state_source": zeros(6, 4, 64, 32)}, "e.g. jnp.swapaxes(initial_state_source, -1, -2)"),
+    (
+        DENSE,
+        {"initial_state_source": zeros(6, 4, 32)},
+        "Unexpected initial_state_source shape: (6, 4, 32)",
+    ),
+    (
+        DENSE,
+        {"initial_state_source": zeros(4 * 32 * 64 + 1)},
+        "Unexpected initial_state_source shape: (8193,)",
+    ),
+    (
+        DENSE,
+        {"initial_state_source": zeros(8193)},
+        "a flat pool holds whole slots of HV*V*K = 8192 elements",
+    ),
+    (
+        DENSE,
+        {"initial_state_source": zeros(6, 4, 64, 32)},
+        "Unexpected initial_state_source shape: (6, 4, 64, 32)",
+    ),
+    (
+        DENSE,
+        {"initial_state_source": zeros(6, 4, 64, 32)},
+        "e.g. jnp.swapaxes(initial_state_source, -1, -2)",
+    ),
     (
         DENSE,
         {"intermediate_states": zeros(4, dtype=np.int32)},
@@ -71,9 +111,17 @@ WRONG = [
         {"num_accepted_tokens": zeros(4, dtype=np.int32)},
         "picks from the slots in `intermediate_states`: pass them",
     ),
-    (DENSE, {"v": zeros(4, 3, 4, 32, dtype=np.int32)}, "`v` must be float32, bfloat16 or float16 (got int32)."),
+    (
+        DENSE,
+        {"v": zeros(4, 3, 4, 32, dtype=np.int32)},
+        "`v` must be float32, bfloat16 or float16 (got int32).",
+    ),
     (DENSE, {"softplus_beta": 0.0}, "`softplus_beta` must be a finite number above 0 (got 0.0)."),
-    (DENSE, {"softplus_threshold": np.inf}, "`softplus_threshold` must be a finite number (got inf)."),
+    (
+        DENSE,
+        {"softplus_threshold": np.inf},
+        "`softplus_threshold` must be a finite number (got inf).",
+    ),
     (DENSE, {"update_state": 1}, "`update_state` must be True or False (got int 1)."),
     (DENSE, {"scale": -1.0}, "`scale` must be a finite number above 0 (got -1.0)."),
 ]
@@ -91,21 +139,31 @@ def test_each_message(operands, wrong, message):
 
 def test_what_only_strides_or_devices_show():
     with pytest.raises(
-        ContractError, match=r"requires a compact per-slot \[HV, V, K\] state block; got strides \(8192, "
+        ContractError,
+        match=r"requires a compact per-slot \[HV, V, K\] state block; got strides \(8192, ",
     ):
         check(KDA_UPDATE, **DENSE | {"initial_state_source": strided_pool()})
 
 
 def test_several_faults_are_one_error():
     with pytest.raises(ContractError) as error:
-        kda_jax.fused_sigmoid_gating_kda_update(**DENSE | {"dt_bias": zeros(4), "A_log": zeros(3), "scale": 0.0})
-    assert {violation.argument for violation in error.value.violations} == {"dt_bias", "A_log", "scale"}
+        kda_jax.fused_sigmoid_gating_kda_update(
+            **DENSE | {"dt_bias": zeros(4), "A_log": zeros(3), "scale": 0.0}
+        )
+    assert {violation.argument for violation in error.value.violations} == {
+        "dt_bias",
+        "A_log",
+        "scale",
+    }
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"log_decay": zeros(4, 3, 4)}, "`log_decay` must have shape (4, 3, 4, 64) (got (4, 3, 4))."),
+        (
+            {"log_decay": zeros(4, 3, 4)},
+            "`log_decay` must have shape (4, 3, 4, 64) (got (4, 3, 4)).",
+        ),
         ({"beta": zeros(4, 3, 4, 64)}, "`beta` must have shape (4, 3, 4) (got (4, 3, 4, 64))."),
         ({"slots": zeros(4)}, "`slots` must be int8, int16, int32 or int64 (got float32)."),
         ({"initial_state": zeros(6, 4, 64, 32)}, "Unexpected initial_state shape: (6, 4, 64, 32)"),
@@ -114,7 +172,9 @@ def test_several_faults_are_one_error():
 )
 def test_messages_of_the_recurrence(wrong, message):
     operands = {name: DENSE[name] for name in ("q", "k", "v")}
-    operands |= dict(log_decay=zeros(4, 3, 4, 64), beta=zeros(4, 3, 4), initial_state=zeros(6, 4, 32, 64))
+    operands |= dict(
+        log_decay=zeros(4, 3, 4, 64), beta=zeros(4, 3, 4), initial_state=zeros(6, 4, 32, 64)
+    )
     with pytest.raises(ContractError) as error:
         kda_jax.recurrent_kda(**operands | {"slots": np.arange(4)} | wrong)
     assert message in str(error.value)
@@ -124,15 +184,26 @@ def test_messages_of_the_recurrence(wrong, message):
     ("wrong", "message"),
     [
         ({"pool": zeros(6, 32, 64)}, "`pool` must be [S, HV, V, K] (got ndim=3)."),
-        ({"intermediate": zeros(4, 3, 4, 64, 32)}, "`intermediate` must have shape (4, 3, 4, 32, 64)"),
-        ({"intermediate": zeros(1, 12, 4, 32, 64)}, "`intermediate` of a dense call must have N rows (got B=1, N=4)."),
-        ({"num_accepted": zeros(3, dtype=np.int32)}, "`num_accepted` must have shape (4,) (got (3,))."),
+        (
+            {"intermediate": zeros(4, 3, 4, 64, 32)},
+            "`intermediate` must have shape (4, 3, 4, 32, 64)",
+        ),
+        (
+            {"intermediate": zeros(1, 12, 4, 32, 64)},
+            "`intermediate` of a dense call must have N rows (got B=1, N=4).",
+        ),
+        (
+            {"num_accepted": zeros(3, dtype=np.int32)},
+            "`num_accepted` must have shape (4,) (got (3,)).",
+        ),
         ({"slots": zeros(4)}, "`slots` must be int8, int16, int32 or int64 (got float32)."),
     ],
     ids=str,
 )
 def test_messages_of_commit(wrong, message):
-    operands = dict(pool=zeros(6, 4, 32, 64), intermediate=zeros(4, 3, 4, 32, 64), slots=np.arange(4))
+    operands = dict(
+        pool=zeros(6, 4, 32, 64), intermediate=zeros(4, 3, 4, 32, 64), slots=np.arange(4)
+    )
     with pytest.raises(ContractError) as error:
         kda_jax.commit(**operands | dict(num_accepted=np.ones(4, np.int32)) | wrong)
     assert message in str(error.value)

@@ -42,7 +42,9 @@ def make_update(form, *, seed=0, dtype="bfloat16", pool_dtype="float32", padded=
     lengths = form if isinstance(form, tuple) else (form.T,) * form.N
     if varlen := isinstance(form, tuple):
         form = Sizes(**VARLEN, N=len(lengths), T=sum(lengths), S=len(lengths) + 2)
-    B, T, N, H, HV, K, V, S = (getattr(form, letter) for letter in ("B", "T", "N", "H", "HV", "K", "V", "S"))
+    B, T, N, H, HV, K, V, S = (
+        getattr(form, letter) for letter in ("B", "T", "N", "H", "HV", "K", "V", "S")
+    )
 
     def normal(*shape, dtype=dtype):
         return rng.standard_normal(shape, dtype=np.float32).astype(jnp.dtype(dtype))
@@ -75,7 +77,8 @@ def make_update(form, *, seed=0, dtype="bfloat16", pool_dtype="float32", padded=
 def run(call, implementation, **options):
     """The op on a call, where the implementation runs here."""
     operands = {
-        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in (call.operands | options).items()
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        for name, x in (call.operands | options).items()
     }
     with running(implementation):
         return kda_jax.fused_sigmoid_gating_kda_update(**operands, implementation=implementation)
@@ -84,7 +87,9 @@ def run(call, implementation, **options):
 def expected(call, *, write=None, sources=None, update_state=True, **options):
     """(out, state, intermediate) of the oracle."""
     x = call.operands
-    gate = dict(lower_bound=options.get("lower_bound"), softplus_beta=options.get("softplus_beta", 1.0))
+    gate = dict(
+        lower_bound=options.get("lower_bound"), softplus_beta=options.get("softplus_beta", 1.0)
+    )
     gate |= dict(softplus_threshold=options.get("softplus_threshold", np.inf))
     gate |= dict(neg_eigval=options.get("allow_neg_eigval", False))
     a = x["a"].reshape(*x["v"].shape[:3], -1)
@@ -112,7 +117,10 @@ def assert_meets_oracle(call, out, state, limit, **options):
     assert_same_bits(out[~call.tokens], np.zeros_like(out[~call.tokens]))
     before = call.operands["initial_state_source"]
     touched = np.unique(
-        call.slots[call.live & (np.diff(call.operands.get("cu_seqlens", np.arange(len(call.live) + 1))) > 0)]
+        call.slots[
+            call.live
+            & (np.diff(call.operands.get("cu_seqlens", np.arange(len(call.live) + 1))) > 0)
+        ]
     )
     assert_rounded(state[touched], wanted[touched], limit)
     rest = np.setdiff1d(np.arange(len(before)), touched)

@@ -8,7 +8,12 @@ from kda_contracts.arrays import known, shape_text
 from kda_contracts.axes import AXES
 
 POOL = "initial_state"  # of the packed contract
-WITNESSES = ("a", "b", "A_log", "dt_bias")  # agreeing with each other on HV and K, they overrule the pool
+WITNESSES = (
+    "a",
+    "b",
+    "A_log",
+    "dt_bias",
+)  # agreeing with each other on HV and K, they overrule the pool
 
 
 @dataclass(frozen=True)
@@ -30,18 +35,28 @@ def bind(contract, arrays, known_sizes):
 def _bind_in_order(contract, arrays, known_sizes):
     sizes, sources = dict(known_sizes), []
     if sizes:
-        sources.append(f"{', '.join(f'{letter}={n}' for letter, n in sizes.items())} from the config")
+        sources.append(
+            f"{', '.join(f'{letter}={n}' for letter, n in sizes.items())} from the config"
+        )
     for name in contract.sizes_from:
         axes = contract.by_name[name].axes.split()
         if name not in arrays or arrays[name].ndim != len(axes):
             continue
-        new = {axis: n for axis, n in zip(axes, arrays[name].shape, strict=True) if axis in AXES and axis not in sizes}
+        new = {
+            axis: n
+            for axis, n in zip(axes, arrays[name].shape, strict=True)
+            if axis in AXES and axis not in sizes
+        }
         if new:
             sizes |= new
             letters = ", ".join(f"{letter}={n}" for letter, n in new.items())
             sources.append(f"{letters} from `{name}` {shape_text(arrays[name].shape)}")
     pool = arrays.get(contract.pool)
-    if pool is not None and pool.ndim == 1 and all(known(sizes.get(x)) and sizes[x] for x in ("HV", "V", "K")):
+    if (
+        pool is not None
+        and pool.ndim == 1
+        and all(known(sizes.get(x)) and sizes[x] for x in ("HV", "V", "K"))
+    ):
         slot = math.prod(sizes[x] for x in ("HV", "V", "K"))
         sizes["S"] = None if pool.size % slot else pool.size // slot
     return Bound(sizes, tuple(sources), False)
@@ -78,7 +93,9 @@ def _agreed(arrays):
         return None
     a, b, A_log, dt_bias = (arrays[name] for name in WITNESSES)
     dimensions = (*a.shape, *b.shape, *A_log.shape, *dt_bias.shape)
-    if not all(map(known, dimensions)) or not (a.shape and b.shape and a.shape[0] == b.shape[0] > 0):
+    if not all(map(known, dimensions)) or not (
+        a.shape and b.shape and a.shape[0] == b.shape[0] > 0
+    ):
         return None
     HV, HVK = A_log.size, dt_bias.size
     if HV == 0 or HVK == 0 or HVK % HV or b.size != b.shape[0] * HV or a.size != a.shape[0] * HVK:

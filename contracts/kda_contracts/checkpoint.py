@@ -14,7 +14,8 @@ from kda_contracts.safetensors_header import BadFileError, read_header, read_jso
 from kda_contracts.spec import Tensor
 
 LAYER = re.compile(
-    r"(?P<prefix>(?:.*\.)?layers\.(?P<index>\d{1,6})\.(?:self_attn|attn|linear_attn))\.(?P<tensor>.+)", re.S
+    r"(?P<prefix>(?:.*\.)?layers\.(?P<index>\d{1,6})\.(?:self_attn|attn|linear_attn))\.(?P<tensor>.+)",
+    re.S,
 )
 KDA_ONLY = frozenset({"A_log", "dt_bias"})  # what no full-attention layer has
 CONFIG_BYTES = 10_000_000
@@ -84,8 +85,13 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
     found: dict[int, dict[str, dict[str, ArrayFacts]]] = {}
     for name, (_, array) in find_tensors(path).items():
         if match := LAYER.fullmatch(name):
-            found.setdefault(int(match["index"]), {}).setdefault(match["prefix"], {})[match["tensor"]] = array
-    declared = _declared(listed, {index for index, x in found.items() if any(KDA_ONLY & y.keys() for y in x.values())})
+            found.setdefault(int(match["index"]), {}).setdefault(match["prefix"], {})[
+                match["tensor"]
+            ] = array
+    declared = _declared(
+        listed,
+        {index for index, x in found.items() if any(KDA_ONLY & y.keys() for y in x.values())},
+    )
     layers = []
     for index in sorted(found.keys() | declared.get("kda", frozenset())):
         by_prefix = found.get(index, {})
@@ -94,24 +100,35 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
             layers.append(_missing_layer(index, by_prefix))
         for prefix, tensors in kda.items():
             layers.append(_judge_layer(index, prefix, tensors, sizes, declared))
-    faults = [] if layers else [Fault("", "no KDA layer was found: no tensor is called A_log or dt_bias")]
+    faults = (
+        []
+        if layers
+        else [Fault("", "no KDA layer was found: no tensor is called A_log or dt_bias")]
+    )
     bound = lower_bound if _is_lower_bound(lower_bound) else None
     if lower_bound is not None and bound is None:
         message = (
-            f"the gate's lower bound in config.json must be null or a finite number below 0 (got {lower_bound!r:.40})"
+            "the gate's lower bound in config.json must be null or a finite number below 0 "
+            f"(got {lower_bound!r:.40})"
         )
         faults.append(Fault("", message))
     if tp < 1 or sizes["H"] % tp or sizes["HV"] % tp:
-        counts = [n for n in range(1, sizes["H"] + 1) if sizes["H"] % n == 0 and sizes["HV"] % n == 0]
+        counts = [
+            n for n in range(1, sizes["H"] + 1) if sizes["H"] % n == 0 and sizes["HV"] % n == 0
+        ]
         ways = ", ".join(map(str, counts))
         heads = (
-            f"{sizes['HV']} heads" if sizes["H"] == sizes["HV"] else f"{sizes['H']} key and {sizes['HV']} value heads"
+            f"{sizes['HV']} heads"
+            if sizes["H"] == sizes["HV"]
+            else f"{sizes['H']} key and {sizes['HV']} value heads"
         )
         faults.append(Fault("", f"{heads} cannot be split over {tp} ranks", f"it can be {ways}"))
         rank = {}
     else:
         told = next((x for x in CHECKPOINT for layer in layers if x.name == layer.layout), None)
-        rank = {tensor.name: _rank_shape(tensor, sizes, tp) for tensor in told.tensors} if told else {}
+        rank = (
+            {tensor.name: _rank_shape(tensor, sizes, tp) for tensor in told.tensors} if told else {}
+        )
     return CheckpointReport(str(path), sizes, bound, tp, tuple(layers), tuple(faults), rank)
 
 
@@ -127,14 +144,19 @@ def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
     if not (path / INDEX).exists():
         if len(files) == 1:
             return _of_file(_inside(path, files[0]))
-        raise BadFileError(path, f"{len(files)} safetensors files and no {INDEX}" if files else "no safetensors file")
+        raise BadFileError(
+            path,
+            f"{len(files)} safetensors files and no {INDEX}" if files else "no safetensors file",
+        )
     weight_map = read_json(_inside(path, INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
         raise BadFileError(path / INDEX, "weight_map is no object of file names")
     headers = {file: _of_file(_inside(path, file)) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise BadFileError(path / INDEX, f"{name[:80]!a} is said to be in {file}, which does not hold it")
+            raise BadFileError(
+                path / INDEX, f"{name[:80]!a} is said to be in {file}, which does not hold it"
+            )
     return {name: headers[file][name] for name, file in weight_map.items()}
 
 
@@ -165,20 +187,36 @@ def _geometry(path, config) -> tuple[dict, object, dict]:
         sizes |= {"HV": sizes["H"], "V": sizes["K"], "D": config.get("hidden_size")}
         lists = {"kda": linear.get("kda_layers"), "full": linear.get("full_attn_layers")}
         listed = {
-            kind: {x for x in layers if type(x) is int} for kind, layers in lists.items() if isinstance(layers, list)
+            kind: {x for x in layers if type(x) is int}
+            for kind, layers in lists.items()
+            if isinstance(layers, list)
         }
-        lower_bound = linear.get("gate_lower_bound", linear.get("lower_bound", config.get("gate_lower_bound")))
+        lower_bound = linear.get(
+            "gate_lower_bound", linear.get("lower_bound", config.get("gate_lower_bound"))
+        )
     elif isinstance(config, dict) and config.get("model_type") == "kda":
         names = {"H": "num_heads", "K": "head_dim", "W": "conv_size", "D": "hidden_size"}
         sizes = {letter: config.get(name) for letter, name in names.items()}
         expand = config.get("expand_v", 1)
-        whole = type(sizes["K"]) is int and type(expand) in (int, float) and 0 < expand < 2**31 and sizes["K"] < 2**31
-        sizes |= {"HV": config.get("num_v_heads") or sizes["H"], "V": int(sizes["K"] * expand) if whole else None}
+        whole = (
+            type(sizes["K"]) is int
+            and type(expand) in (int, float)
+            and 0 < expand < 2**31
+            and sizes["K"] < 2**31
+        )
+        sizes |= {
+            "HV": config.get("num_v_heads") or sizes["H"],
+            "V": int(sizes["K"] * expand) if whole else None,
+        }
         listed, lower_bound = {}, config.get("lower_bound")
     else:
         raise BadFileError(path, "no linear_attn_config: this is no KDA model's config")
-    if wrong := [letter for letter, size in sizes.items() if type(size) is not int or not 0 < size < 2**31]:
-        raise BadFileError(path, f"no usable number for {', '.join(wrong)} (num_heads, head_dim, hidden_size, ...)")
+    if wrong := [
+        letter for letter, size in sizes.items() if type(size) is not int or not 0 < size < 2**31
+    ]:
+        raise BadFileError(
+            path, f"no usable number for {', '.join(wrong)} (num_heads, head_dim, hidden_size, ...)"
+        )
     return sizes, lower_bound, listed
 
 
@@ -194,7 +232,11 @@ def layer_numbers(config) -> dict:
     linear = config.get("linear_attn_config") or {}
     full = linear.get("use_full_rank_gate", config.get("use_full_rank_gate", False))
     eps = config.get("rms_norm_eps", config.get("norm_eps", 1e-5))
-    return sizes | {"lower_bound": lower_bound, "norm_eps": eps, "gate_rank": None if full else sizes["V"]}
+    return sizes | {
+        "lower_bound": lower_bound,
+        "norm_eps": eps,
+        "gate_rank": None if full else sizes["V"],
+    }
 
 
 def _is_lower_bound(x) -> TypeGuard[float]:
@@ -210,23 +252,43 @@ def _declared(listed, found):
     if not listed.get("kda"):
         return {}
     lowest = min(set().union(*listed.values()))
-    first = max((0, 1), key=lambda first: (len({x - first for x in listed["kda"]} & found), first == min(lowest, 1)))
+    first = max(
+        (0, 1),
+        key=lambda first: (
+            len({x - first for x in listed["kda"]} & found),
+            first == min(lowest, 1),
+        ),
+    )
     return {kind: frozenset(x - first for x in layers) for kind, layers in listed.items()}
 
 
 def _missing_layer(index, by_prefix):
     held = sorted(name for tensors in by_prefix.values() for name in tensors)
-    kind = "MLA" if any("kv_a_proj" in name for name in held) else "another kind of layer" if held else "missing"
+    kind = (
+        "MLA"
+        if any("kv_a_proj" in name for name in held)
+        else "another kind of layer"
+        if held
+        else "missing"
+    )
     message = f"layer {index} is a KDA layer by config.json, but has no A_log and no dt_bias"
-    seen = f"this looks like {kind}: it holds {', '.join(held[:4])}" if held else "the file holds nothing of it"
-    return LayerReport(index, next(iter(by_prefix), f"layers.{index}"), "none", (), (Fault("", message, seen),))
+    seen = (
+        f"this looks like {kind}: it holds {', '.join(held[:4])}"
+        if held
+        else "the file holds nothing of it"
+    )
+    return LayerReport(
+        index, next(iter(by_prefix), f"layers.{index}"), "none", (), (Fault("", message, seen),)
+    )
 
 
 def _judge_layer(index, prefix, tensors, sizes, declared):
     layout = next((x for x in CHECKPOINT if x.told_by in tensors), None)
     faults = []
     if declared and index not in declared["kda"]:
-        faults.append(Fault("", f"layer {index} is no KDA layer by config.json, but holds A_log or dt_bias"))
+        faults.append(
+            Fault("", f"layer {index} is no KDA layer by config.json, but holds A_log or dt_bias")
+        )
     if layout is None:
         told = ", ".join(x.told_by for x in CHECKPOINT)
         message = f"layer {index} has an unknown layout: none of {told} is there"
@@ -236,11 +298,15 @@ def _judge_layer(index, prefix, tensors, sizes, declared):
     known = {tensor.name: tensor for tensor in layout.tensors}
     for name, tensor in known.items():
         if name not in tensors:
-            faults.append(Fault(name, f"`{prefix}.{name}` is missing", f"expected {_expected(tensor, sizes)}"))
+            faults.append(
+                Fault(name, f"`{prefix}.{name}` is missing", f"expected {_expected(tensor, sizes)}")
+            )
         elif fault := _judge_tensor(prefix, tensor, tensors[name], sizes, notes):
             faults.append(fault)
     faults += [
-        Fault(name, f"`{prefix}.{name}` is no tensor of such a KDA layer", remedy.for_stranger(name))
+        Fault(
+            name, f"`{prefix}.{name}` is no tensor of such a KDA layer", remedy.for_stranger(name)
+        )
         for name in sorted(tensors.keys() - known.keys())
     ]
     return LayerReport(index, prefix, layout.name, tuple(notes), tuple(faults))
@@ -248,7 +314,11 @@ def _judge_layer(index, prefix, tensors, sizes, declared):
 
 def _judge_tensor(prefix, tensor: Tensor, array: ArrayFacts, sizes, notes):
     wanted = tensor.shape(sizes)
-    if tensor.name in KDA_ONLY and array.shape != wanted and _normalizable(tensor.name, array, sizes):
+    if (
+        tensor.name in KDA_ONLY
+        and array.shape != wanted
+        and _normalizable(tensor.name, array, sizes)
+    ):
         tail = array.size - math.prod(wanted)
         padding = f", its tail of {tail} is judged when it is loaded" if tail else ""
         notes.append(
@@ -257,13 +327,23 @@ def _judge_tensor(prefix, tensor: Tensor, array: ArrayFacts, sizes, notes):
     elif array.shape != wanted:
         flat = ("*" in tensor.axes and " " not in tensor.axes) or tensor.name == "A_log"
         elements = f"must have {math.prod(wanted)} elements (got {array.size})"
-        message = elements if flat and array.size != math.prod(wanted) else f"must be {shape_text(wanted)}"
+        message = (
+            elements
+            if flat and array.size != math.prod(wanted)
+            else f"must be {shape_text(wanted)}"
+        )
         cure = remedy.for_tensor(tensor, array, sizes)
         detail = f"expected {_expected(tensor, sizes)}, got {array}"
-        return Fault(tensor.name, f"`{prefix}.{tensor.name}` {message}", f"{detail}; {cure}" if cure else detail)
+        return Fault(
+            tensor.name,
+            f"`{prefix}.{tensor.name}` {message}",
+            f"{detail}; {cure}" if cure else detail,
+        )
     if array.dtype not in tensor.dtypes:
         message = f"`{prefix}.{tensor.name}` must be {', '.join(tensor.dtypes[:-1])} or {tensor.dtypes[-1]}"
-        return Fault(tensor.name, f"{message} (got {array.dtype})", remedy.for_tensor_dtype(array.dtype))
+        return Fault(
+            tensor.name, f"{message} (got {array.dtype})", remedy.for_tensor_dtype(array.dtype)
+        )
     if tensor.name in KDA_ONLY and array.dtype != "float32":
         notes.append(f"{tensor.name} is {array.dtype}; the released models keep it in float32")
     return None

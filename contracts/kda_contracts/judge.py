@@ -92,7 +92,9 @@ def check(contract: Contract, sizes: dict | None = None, /, **operands_and_optio
     given = {name: x for name, x in operands_and_options.items() if not _absent(contract, name, x)}
     if missing := [o.name for o in contract.operands if o.required and o.name not in given]:
         raise TypeError(f"{contract.name}: missing {', '.join(missing)}")
-    arrays = {o.name: facts(given[o.name]) for o in contract.operands if is_array(given.get(o.name))}
+    arrays = {
+        o.name: facts(given[o.name]) for o in contract.operands if is_array(given.get(o.name))
+    }
     bound = bind(contract, arrays, sizes or {})
     violations: list[Violation] = []
     for number, rule in enumerate(contract.rules, 1):
@@ -104,21 +106,27 @@ def check(contract: Contract, sizes: dict | None = None, /, **operands_and_optio
                 violations.append(Violation(number, argument, *found))
     if violations:
         raise ContractError(_report(contract, violations, bound), tuple(violations))
-    letters = {field.name: bound.sizes[field.name] for field in fields(Sizes) if field.name in bound.sizes}
+    letters = {
+        field.name: bound.sizes[field.name] for field in fields(Sizes) if field.name in bound.sizes
+    }
     return Sizes(**dict.fromkeys(("B", "H", "HV", "K", "V", "S"), 0) | letters)
 
 
 def _absent(contract, name, x):
     entry = contract.by_name.get(name)
     if entry is None:
-        raise TypeError(f"{contract.name} has no operand or option {name!r}; it has {', '.join(contract.by_name)}")
+        raise TypeError(
+            f"{contract.name} has no operand or option {name!r}; it has {', '.join(contract.by_name)}"
+        )
     return x is None and not (isinstance(entry, Operand) and entry.required)
 
 
 def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: dict, bound: Bound):
     """(headline, details) where the argument breaks the rule, else None."""
     entry, sizes = contract.by_name[argument], bound.sizes
-    words = {field.name: sizes.get(field.name, "?") for field in fields(Sizes)} | {"argument": argument}
+    words = {field.name: sizes.get(field.name, "?") for field in fields(Sizes)} | {
+        "argument": argument
+    }
     if rule.kind == "needed":
         lonely = argument not in given and rule.unless not in given
         return (rule.message, ("None stands for zeros only beside it",)) if lonely else None
@@ -129,7 +137,9 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
         allowed, got, cure = found
         return rule.message.format(allowed=allowed, got=got, **words), cure
     if argument not in arrays:
-        return f"`{argument}` must be an array (got {type(given[argument]).__name__}).", (_expectation(entry, sizes),)
+        return f"`{argument}` must be an array (got {type(given[argument]).__name__}).", (
+            _expectation(entry, sizes),
+        )
     array = arrays[argument]
     if rule.kind == "rank" and argument == contract.pool and bound.pool_overruled:
         return _pool_violation(argument, array, sizes)
@@ -142,18 +152,39 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     words |= {"elements": math.prod(wanted) if complete else "?"}
     words |= {"allowed": one_of(entry.dtypes), "got": array.dtype, "array": array} | extra
     words |= {"expected": entry.expected, "form": "varlen" if "cu_seqlens" in given else "dense"}
-    words |= {name: arrays.get(name, ArrayFacts((), "none")) for name in contract.by_name if name in given}
-    if rule.kind in ("rank", "shape", "layout", "batch", "heads", "numel", "form", "channels") or rule.kind.startswith(
-        "packed"
-    ):
-        told = None if rule.kind in ("form", "heads", "channels") else f"{_expectation(entry, sizes)}, got {array}"
-        lines = (told or f"got {array}", remedy.for_shape(argument, entry, arrays, sizes, contract.pool))
+    words |= {
+        name: arrays.get(name, ArrayFacts((), "none")) for name in contract.by_name if name in given
+    }
+    if rule.kind in (
+        "rank",
+        "shape",
+        "layout",
+        "batch",
+        "heads",
+        "numel",
+        "form",
+        "channels",
+    ) or rule.kind.startswith("packed"):
+        told = (
+            None
+            if rule.kind in ("form", "heads", "channels")
+            else f"{_expectation(entry, sizes)}, got {array}"
+        )
+        lines = (
+            told or f"got {array}",
+            remedy.for_shape(argument, entry, arrays, sizes, contract.pool),
+        )
     elif rule.kind == "dtype":
         lines = (f"got {array}", remedy.for_dtype(argument, array.dtype))
     elif rule.kind == "device":
-        lines = (f"on {array.device}, but `{contract.anchor}` is on {arrays[contract.anchor].device}",)
+        lines = (
+            f"on {array.device}, but `{contract.anchor}` is on {arrays[contract.anchor].device}",
+        )
     else:
-        lines = (f"got {array} with strides {shape_text(array.strides)} (in elements)", remedy.LAYOUT)
+        lines = (
+            f"got {array} with strides {shape_text(array.strides)} (in elements)",
+            remedy.LAYOUT,
+        )
     head, *rest = [line for line in lines if line]
     return rule.message.format(**words), (f"`{argument}`: {head}" if rule.shared else head, *rest)
 
@@ -171,16 +202,24 @@ def _breaks(contract, kind, argument, arrays, sizes):
         return not compact(array, 3), {"strides": shape_text(array.strides or ())}
     if kind == "device":
         first = arrays.get(contract.anchor)
-        return None not in (first, array.device, first and first.device) and array.device != first.device, {}
+        return None not in (
+            first,
+            array.device,
+            first and first.device,
+        ) and array.device != first.device, {}
     if kind == "batch":
         return differ(array.shape[0], sizes.get("B")), {}
     if kind == "shape":
         return not _has_shape(array, entry.shape(sizes)), {}
     if kind == "layout":
         parts_of_slots = argument == contract.pool and array.ndim == 1 and sizes.get("S", 0) is None
-        return parts_of_slots or not any(_has_shape(array, shape) for shape in entry.shapes(sizes)), {}
+        return parts_of_slots or not any(
+            _has_shape(array, shape) for shape in entry.shapes(sizes)
+        ), {}
     if kind == "numel":
-        return differ(array.size, math.prod(wanted)) if None not in (wanted := entry.shape(sizes)) else False, {}
+        return differ(array.size, math.prod(wanted)) if None not in (
+            wanted := entry.shape(sizes)
+        ) else False, {}
     if kind == "form":
         varlen = "cu_seqlens" in arrays
         return differ(sizes.get("B"), 1 if varlen else sizes.get("N")), {
@@ -197,7 +236,9 @@ def _breaks(contract, kind, argument, arrays, sizes):
     return q_size is not None and packed_fault(sizes, width, q_size) == kind, {
         "width": width,
         "q_size": q_size,
-        "H": q_size // sizes["K"] if kind == "packed_heads" and q_size is not None and sizes["K"] else "?",
+        "H": q_size // sizes["K"]
+        if kind == "packed_heads" and q_size is not None and sizes["K"]
+        else "?",
     }
 
 
@@ -222,7 +263,9 @@ def _expectation(operand, sizes):
 
 def _report(contract, violations, bound):
     plural = len(violations) > 1
-    lines = [f"{contract.name}: {len(violations)} argument{'s break' if plural else ' breaks'} the contract"]
+    lines = [
+        f"{contract.name}: {len(violations)} argument{'s break' if plural else ' breaks'} the contract"
+    ]
     headline = None
     for violation in violations:
         if violation.headline != headline:

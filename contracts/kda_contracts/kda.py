@@ -8,13 +8,20 @@ INDICES = ("int8", "int16", "int32", "int64")
 PACKED_DECODE = Contract(
     name="kda_jax.packed_decode",
     operands=(
-        Operand("mixed_qkv", "B 2*H*K+HV*V", FLOATS, "after conv and SiLU: q of all H heads, k of all H, v of all HV"),
+        Operand(
+            "mixed_qkv",
+            "B 2*H*K+HV*V",
+            FLOATS,
+            "after conv and SiLU: q of all H heads, k of all H, v of all HV",
+        ),
         Operand("a", "B HV*K", FLOATS, "raw forget-gate input"),
         Operand("b", "B HV", FLOATS, "raw beta logits, before the sigmoid"),
         Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head"),
         Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
         Operand("initial_state", "S HV V K", FLOATS, "the whole state pool"),
-        Operand("ssm_state_indices", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+        Operand(
+            "ssm_state_indices", "B", INDICES, "slot of each row; outside [0, S): a padded row"
+        ),
         Operand(
             "source_indices",
             "B",
@@ -22,7 +29,9 @@ PACKED_DECODE = Contract(
             "slot that a row's state is read from; outside [0, S): a zero state",
             required=False,
         ),
-        Operand("out", "B 1 HV V", FLOATS, "where the caller brings its own output", required=False),
+        Operand(
+            "out", "B 1 HV V", FLOATS, "where the caller brings its own output", required=False
+        ),
     ),
     results=(
         Operand("out", "B 1 HV V", FLOATS, "the read-out"),
@@ -38,7 +47,9 @@ PACKED_DECODE = Contract(
     rules=(
         Rule("rank", "mixed_qkv", "`mixed_qkv` must be a 2D tensor (got ndim={mixed_qkv.ndim})."),
         Rule("last_axis", "mixed_qkv", "`mixed_qkv` must be contiguous in the last dim."),
-        Rule("rank", "a b", "`a` and `b` must be 2D tensors (got a.ndim={a.ndim}, b.ndim={b.ndim})."),
+        Rule(
+            "rank", "a b", "`a` and `b` must be 2D tensors (got a.ndim={a.ndim}, b.ndim={b.ndim})."
+        ),
         Rule("last_axis", "a b", "`a`/`b` must be contiguous in the last dim."),
         Rule("rank", "A_log dt_bias", "`A_log`/`dt_bias` must be 1D tensors."),
         Rule("contiguous", "A_log dt_bias", "`A_log`/`dt_bias` must be contiguous."),
@@ -63,23 +74,51 @@ PACKED_DECODE = Contract(
             "ssm_state_indices source_indices",
             "`{argument}` must have shape [B] (got {array.shape}; expected ({B},)).",
         ),
-        Rule("rank", "initial_state", "`initial_state` must be a 4D tensor (got ndim={initial_state.ndim})."),
+        Rule(
+            "rank",
+            "initial_state",
+            "`initial_state` must be a 4D tensor (got ndim={initial_state.ndim}).",
+        ),
         Rule("last_axis", "initial_state", "`initial_state` must be contiguous in the last dim."),
-        Rule("shape", "a", "`a` must have shape [B, HV*K] with HV={HV}, K={K} (got a.shape={a.shape})."),
+        Rule(
+            "shape",
+            "a",
+            "`a` must have shape [B, HV*K] with HV={HV}, K={K} (got a.shape={a.shape}).",
+        ),
         Rule("shape", "b", "`b` must have shape [B, HV] with HV={HV} (got b.shape={b.shape})."),
         Rule("shape", "A_log", "`A_log` must have {HV} elements (got {A_log.size})."),
         Rule("shape", "dt_bias", "`dt_bias` must have {elements} elements (got {dt_bias.size})."),
         Rule("shape", "out", "`out` must have shape {wanted} (got out.shape={out.shape})."),
-        Rule("packed_width", "mixed_qkv", "Invalid packed `mixed_qkv` last dim={width} for HV={HV}, V={V}."),
-        Rule("packed_keys", "mixed_qkv", "Invalid packed Q size {q_size}: must be divisible by K={K}."),
-        Rule("packed_heads", "mixed_qkv", "Invalid head config inferred from mixed_qkv: H={H}, HV={HV}."),
+        Rule(
+            "packed_width",
+            "mixed_qkv",
+            "Invalid packed `mixed_qkv` last dim={width} for HV={HV}, V={V}.",
+        ),
+        Rule(
+            "packed_keys",
+            "mixed_qkv",
+            "Invalid packed Q size {q_size}: must be divisible by K={K}.",
+        ),
+        Rule(
+            "packed_heads",
+            "mixed_qkv",
+            "Invalid head config inferred from mixed_qkv: H={H}, HV={HV}.",
+        ),
         Rule(
             "dtype",
             "mixed_qkv a b A_log dt_bias initial_state ssm_state_indices source_indices out out_dtype",
             "`{argument}` must be {allowed} (got {got}).",
         ),
-        Rule("option", "scale lower_bound use_qk_l2norm_in_kernel", "`{argument}` must be {allowed} (got {got})."),
-        Rule("compact", "initial_state", "`initial_state` must hold each slot's [HV, V, K] block compactly."),
+        Rule(
+            "option",
+            "scale lower_bound use_qk_l2norm_in_kernel",
+            "`{argument}` must be {allowed} (got {got}).",
+        ),
+        Rule(
+            "compact",
+            "initial_state",
+            "`initial_state` must hold each slot's [HV, V, K] block compactly.",
+        ),
     ),
     pool="initial_state",
     anchor="mixed_qkv",
@@ -93,7 +132,11 @@ _TOKENS = (
 )
 _DRAFT = (
     Operand(
-        "cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last one ends", required=False
+        "cu_seqlens",
+        "N+1",
+        ("int32", "int64"),
+        "where each sequence starts, and the last one ends",
+        required=False,
     ),
     Operand(
         "intermediate_states",
@@ -102,7 +145,13 @@ _DRAFT = (
         "slot that the state after each token is written to; outside [0, S): not written",
         required=False,
     ),
-    Operand("num_accepted_tokens", "N", INDICES, "which of those slots a sequence starts from", required=False),
+    Operand(
+        "num_accepted_tokens",
+        "N",
+        INDICES,
+        "which of those slots a sequence starts from",
+        required=False,
+    ),
 )
 _UPDATE_OPTIONS = (
     Option("scale", "positive", "factor on q"),
@@ -116,7 +165,9 @@ _UPDATE_RESULTS = (
 )
 
 
-def _update_rules(pool, slots, gates, options, *own, draft="intermediate_states num_accepted_tokens"):
+def _update_rules(
+    pool, slots, gates, options, *own, draft="intermediate_states num_accepted_tokens"
+):
     """The rules of an operator over several tokens; `own` are those of its gates, before the pool's."""
     operands = f"q k v {gates} {pool} {slots} cu_seqlens {draft}"
     return (
@@ -126,8 +177,16 @@ def _update_rules(pool, slots, gates, options, *own, draft="intermediate_states 
         Rule("shape", "k v", "`{argument}` must have shape {wanted} (got {array.shape})."),
         Rule("heads", "v", "Invalid head config: HV={HV} must be a multiple of H={H}."),
         Rule("channels", "q", "`q` must have at least one key channel (got {array.shape})."),
-        Rule("form", "q", "`q` of a {form} call must have {wanted_rows} (got B={B} for N={N} sequences)."),
-        Rule("shape", "cu_seqlens", "`cu_seqlens` must have shape [N+1] (got {array.shape}; expected {wanted})."),
+        Rule(
+            "form",
+            "q",
+            "`q` of a {form} call must have {wanted_rows} (got B={B} for N={N} sequences).",
+        ),
+        Rule(
+            "shape",
+            "cu_seqlens",
+            "`cu_seqlens` must have shape [N+1] (got {array.shape}; expected {wanted}).",
+        ),
         *own,
         Rule("layout", pool, f"Unexpected {pool} shape: {{array.shape}}"),
         Rule(
@@ -149,13 +208,28 @@ def _update_rules(pool, slots, gates, options, *own, draft="intermediate_states 
 KDA_UPDATE = Contract(
     name="kda_jax.fused_sigmoid_gating_kda_update",
     operands=(
-        Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head", required=False),
-        Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)", required=False),
+        Operand(
+            "A_log", "HV", FLOATS, "natural log of the decay rate per value head", required=False
+        ),
+        Operand(
+            "dt_bias",
+            "HV*K",
+            FLOATS,
+            "bias of the forget gate per (value head, key channel)",
+            required=False,
+        ),
         *_TOKENS,
         Operand("a", "B T HV*K", FLOATS, "raw forget-gate input", also=("B T HV K",)),
         Operand("b", "B T HV", FLOATS, "raw beta logits, before the sigmoid", also=("B T HV",)),
-        Operand("initial_state_source", "S HV V K", FLOATS, "the whole state pool", also=("S*HV*V*K",)),
-        Operand("initial_state_indices", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
+        Operand(
+            "initial_state_source", "S HV V K", FLOATS, "the whole state pool", also=("S*HV*V*K",)
+        ),
+        Operand(
+            "initial_state_indices",
+            "N",
+            INDICES,
+            "slot of each sequence; outside [0, S): a padded one",
+        ),
         *_DRAFT,
     ),
     results=_UPDATE_RESULTS,
@@ -163,7 +237,11 @@ KDA_UPDATE = Contract(
         *_UPDATE_OPTIONS,
         Option("lower_bound", "negative", "lower bound of the log decay (safe gate)"),
         Option("softplus_beta", "positive", "sharpness of the softplus"),
-        Option("softplus_threshold", "number", "above it, times the sharpness, the softplus is the identity"),
+        Option(
+            "softplus_threshold",
+            "number",
+            "above it, times the sharpness, the softplus is the identity",
+        ),
         Option("allow_neg_eigval", "flag", "whether the sigmoid of b is doubled"),
     ),
     # First lines as the operator's own, where it has the check.
@@ -172,9 +250,16 @@ KDA_UPDATE = Contract(
         "initial_state_indices",
         "A_log dt_bias a b",
         "scale lower_bound use_qk_l2norm_in_kernel update_state softplus_beta softplus_threshold allow_neg_eigval",
-        Rule("needed", "A_log", "`A_log` may be None only with a `lower_bound`.", unless="lower_bound"),
+        Rule(
+            "needed",
+            "A_log",
+            "`A_log` may be None only with a `lower_bound`.",
+            unless="lower_bound",
+        ),
         Rule("numel", "A_log", "Unexpected A_log shape: {array.shape}; expected numel={HV}"),
-        Rule("numel", "dt_bias", "Unexpected dt_bias shape: {array.shape}; expected numel={elements}"),
+        Rule(
+            "numel", "dt_bias", "Unexpected dt_bias shape: {array.shape}; expected numel={elements}"
+        ),
         Rule("layout", "a b", "Unexpected {argument} shape for {form}: {array.shape}"),
     ),
     pool="initial_state_source",
@@ -199,7 +284,9 @@ RECURRENT_KDA = Contract(
         "slots",
         "log_decay beta",
         "scale use_qk_l2norm_in_kernel update_state",
-        Rule("shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."),
+        Rule(
+            "shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."
+        ),
     ),
     pool="initial_state",
     anchor="q",
@@ -226,7 +313,9 @@ CHUNK_KDA = Contract(
         "slots",
         "log_decay beta",
         "scale use_qk_l2norm_in_kernel",
-        Rule("shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."),
+        Rule(
+            "shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."
+        ),
         draft="source_indices",
     ),
     pool="initial_state",
@@ -240,23 +329,45 @@ COMMIT = Contract(
         Operand("pool", "S HV V K", FLOATS, "the whole state pool"),
         Operand("intermediate", "B T HV V K", FLOATS, "the states after every token"),
         Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): passed over"),
-        Operand("num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"),
         Operand(
-            "cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last ends", required=False
+            "num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"
+        ),
+        Operand(
+            "cu_seqlens",
+            "N+1",
+            ("int32", "int64"),
+            "where each sequence starts, and the last ends",
+            required=False,
         ),
     ),
     results=(Operand("state", "S HV V K", FLOATS, "the updated pool"),),
     options=(),
     rules=(
-        Rule("rank", "pool intermediate slots", "`{argument}` must be {expected} (got ndim={array.ndim})."),
-        Rule("device", "intermediate slots num_accepted cu_seqlens", "All inputs must be on the same device."),
-        Rule("form", "intermediate", "`intermediate` of a {form} call must have {wanted_rows} (got B={B}, N={N})."),
+        Rule(
+            "rank",
+            "pool intermediate slots",
+            "`{argument}` must be {expected} (got ndim={array.ndim}).",
+        ),
+        Rule(
+            "device",
+            "intermediate slots num_accepted cu_seqlens",
+            "All inputs must be on the same device.",
+        ),
+        Rule(
+            "form",
+            "intermediate",
+            "`intermediate` of a {form} call must have {wanted_rows} (got B={B}, N={N}).",
+        ),
         Rule(
             "shape",
             "intermediate num_accepted cu_seqlens",
             "`{argument}` must have shape {wanted} (got {array.shape}).",
         ),
-        Rule("dtype", "pool intermediate slots num_accepted cu_seqlens", "`{argument}` must be {allowed} (got {got})."),
+        Rule(
+            "dtype",
+            "pool intermediate slots num_accepted cu_seqlens",
+            "`{argument}` must be {allowed} (got {got}).",
+        ),
     ),
     pool="pool",
     anchor="pool",
@@ -303,9 +414,15 @@ def _layer(name, x, *indices):
                 "`{argument}` must have shape {wanted} (got {array.shape}).",
             ),
             Rule(
-                "layout", "g_up", "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank (got {array.shape})."
+                "layout",
+                "g_up",
+                "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank (got {array.shape}).",
             ),
-            Rule("dtype", f"x {names} g_up conv state {index_names}", "`{argument}` must be {allowed} (got {got})."),
+            Rule(
+                "dtype",
+                f"x {names} g_up conv state {index_names}",
+                "`{argument}` must be {allowed} (got {got}).",
+            ),
         ),
         pool="state",
         anchor="x",
@@ -322,7 +439,9 @@ LAYER_PREFILL = _layer(
     "kda_jax.kda_prefill",
     Operand("x", "T D", FLOATS, "the normed inputs of all sequences"),
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
-    Operand("cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last one ends"),
+    Operand(
+        "cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last one ends"
+    ),
     Operand("fresh", "N", ("bool",), "whether a sequence starts from nothing", required=False),
 )
 
@@ -339,7 +458,9 @@ _PROJECTIONS = (
     _tensor("k_conv1d.weight", "H*K 1 W", 0, "short convolution of k, per channel"),
     _tensor("v_conv1d.weight", "HV*V 1 W", 0, "short convolution of v, per channel"),
     _tensor("b_proj.weight", "HV D", 0, "raw beta logits"),
-    _tensor("A_log", "HV", 0, "natural log of the decay rate; also [1, 1, HV, 1], or padded with zeros"),
+    _tensor(
+        "A_log", "HV", 0, "natural log of the decay rate; also [1, 1, HV, 1], or padded with zeros"
+    ),
     _tensor("dt_bias", "HV*K", 0, "bias of the forget gate per (value head, key channel)"),
     _tensor("o_norm.weight", "V", None, "RMSNorm before the output projection"),
     _tensor("o_proj.weight", "D HV*V", 1, "output projection"),

@@ -94,12 +94,15 @@ def normalize_a(a, N, HV, K, varlen=False):
     leading = (1, N) if varlen else (N, 1)
     if array.shape not in ((N, HV * K), (N, HV, K), (*leading, HV, K)):
         form = "varlen" if varlen else "dense"
-        expectation = (
-            f"; expected {shape_text((N, HV * K))}, {shape_text((N, HV, K))} or {shape_text((*leading, HV, K))}"
+        shapes = [shape_text(x) for x in ((N, HV * K), (N, HV, K), (*leading, HV, K))]
+        expectation = f"; expected {shapes[0]}, {shapes[1]} or {shapes[2]}"
+        other = (not varlen and array.shape == (1, N, HV, K)) or (
+            varlen and array.shape == (N, 1, HV, K)
         )
-        other = (not varlen and array.shape == (1, N, HV, K)) or (varlen and array.shape == (N, 1, HV, K))
         cure = f"this is the other form: pass varlen={not varlen}" if other else None
-        raise _unexpected("a", array, expectation, {"B": N, "HV": HV, "K": K}, form=f" for {form}", cure=cure)
+        raise _unexpected(
+            "a", array, expectation, {"B": N, "HV": HV, "K": K}, form=f" for {form}", cure=cure
+        )
     return _reshape(a, (N, HV * K))
 
 

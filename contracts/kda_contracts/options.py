@@ -41,7 +41,9 @@ def judge_option(kind, option, value):
     if option.kind == "flag":
         return None
     held = _as_float32(number)
-    if math.isfinite(held) and (held > 0 if option.kind == "positive" else held < 0 or option.kind == "number"):
+    if math.isfinite(held) and (
+        held > 0 if option.kind == "positive" else held < 0 or option.kind == "number"
+    ):
         return None
     if held != number and math.isfinite(number):
         return allowed, number, (f"in float32 it is {held}",)

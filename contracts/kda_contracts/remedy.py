@@ -12,13 +12,30 @@ def for_shape(argument, operand, arrays, sizes, pool=None):
     array, wanted = arrays[argument], operand.shape(sizes)
     if not all(map(known, array.shape)):
         return None
-    cures = {"q": _sequences, "a": _gate, "b": _beta, "A_log": _rate, "dt_bias": _bias, "mixed_qkv": _packed}
+    cures = {
+        "q": _sequences,
+        "a": _gate,
+        "b": _beta,
+        "A_log": _rate,
+        "dt_bias": _bias,
+        "mixed_qkv": _packed,
+    }
     if argument in cures and (cure := cures[argument](array, arrays, sizes)):
         return cure
-    if argument == pool and array.ndim == 4 and (cure := for_pool(array.shape, sizes.get("HV"), sizes.get("K"), pool)):
-        straight = array.shape[3] == sizes.get("V") or not _transposed(array.shape, sizes.get("HV"), sizes.get("K"))
+    if (
+        argument == pool
+        and array.ndim == 4
+        and (cure := for_pool(array.shape, sizes.get("HV"), sizes.get("K"), pool))
+    ):
+        straight = array.shape[3] == sizes.get("V") or not _transposed(
+            array.shape, sizes.get("HV"), sizes.get("K")
+        )
         return cure[0] if straight else None
-    if argument == pool and array.ndim == 1 and None not in (slot := [sizes.get(x) for x in ("HV", "V", "K")]):
+    if (
+        argument == pool
+        and array.ndim == 1
+        and None not in (slot := [sizes.get(x) for x in ("HV", "V", "K")])
+    ):
         return f"a flat pool holds whole slots of HV*V*K = {math.prod(slot)} elements"
     if None not in wanted and array.ndim == 2 and array.shape == wanted[::-1] != wanted:
         return f"transposed: {argument}.T"
@@ -38,7 +55,9 @@ def for_normalizer(name, array, sizes):
 
 def for_dtype(argument, dtype):
     """One line for a wrong dtype, or None."""
-    if argument.endswith(("_indices", "slots", "accepted", "accepted_tokens", "intermediate_states")):
+    if argument.endswith(
+        ("_indices", "slots", "accepted", "accepted_tokens", "intermediate_states")
+    ):
         if dtype.startswith("uint"):
             return f"-1 marks a padded row, so slots are signed: {argument}.astype('int32')"
         return f"slots are integers: {argument}.astype('int32'), with -1 for a padded row"
@@ -52,7 +71,9 @@ def for_dtype(argument, dtype):
 def for_option(name, number):
     """Lines for a number out of range."""
     if name == "lower_bound" and number >= 0:
-        return ("it bounds the log decay from below, so it is negative (-5.0 in Kimi-K3); None is the softplus gate",)
+        return (
+            "it bounds the log decay from below, so it is negative (-5.0 in Kimi-K3); None is the softplus gate",
+        )
     if name == "scale":
         return ("None is K**-0.5",)
     return ()
@@ -63,13 +84,21 @@ def for_pool(shape, HV, K, name="initial_state"):
     if not all(map(known, (*shape, HV, K))):
         return ()
     if _transposed(shape, HV, K):
-        return (f"this looks like [..., K, V]: transpose the last two axes, e.g. jnp.swapaxes({name}, -1, -2)",)
+        return (
+            f"this looks like [..., K, V]: transpose the last two axes, e.g. jnp.swapaxes({name}, -1, -2)",
+        )
     if shape[2] == HV and shape[3] == K:
-        return (f"this looks like [S, V, HV, K]: swap axes 1 and 2, e.g. jnp.swapaxes({name}, 1, 2)",)
+        return (
+            f"this looks like [S, V, HV, K]: swap axes 1 and 2, e.g. jnp.swapaxes({name}, 1, 2)",
+        )
     if shape[0] == HV and shape[3] == K:
-        return (f"this looks like [HV, S, V, K]: swap axes 0 and 1, e.g. jnp.swapaxes({name}, 0, 1)",)
+        return (
+            f"this looks like [HV, S, V, K]: swap axes 0 and 1, e.g. jnp.swapaxes({name}, 0, 1)",
+        )
     if shape[3] == K and HV and shape[1] > HV and shape[1] % HV == 0:
-        return (f"it holds {shape[1]} heads, {shape[1] // HV} times as many: slice this rank's {HV} heads on axis 1",)
+        return (
+            f"it holds {shape[1]} heads, {shape[1] // HV} times as many: slice this rank's {HV} heads on axis 1",
+        )
     return ()
 
 
@@ -110,7 +139,9 @@ def _rate(array, arrays, sizes):
     if _swapped_weights(arrays, HV, K):
         return "this looks like `A_log` and `dt_bias` swapped"
     if known(K) and array.size == HV * K:
-        return f"{HV * K} is HV*K: this looks like one rate per channel; A_log has one per value head"
+        return (
+            f"{HV * K} is HV*K: this looks like one rate per channel; A_log has one per value head"
+        )
     if array.ndim == 1 and array.size > HV:
         return f"a padded A_log: kda_contracts.normalize_A_log(A_log, {HV}) checks that its tail is zero and drops it"
     return None
@@ -127,7 +158,12 @@ def _gate(array, arrays, sizes):
     if leading is None or not (known(HV) and known(K)):
         return None
     tokens = math.prod(leading)
-    if K > 1 and array.size == tokens * HV and "b" in arrays and arrays["b"].size == tokens * HV * K:
+    if (
+        K > 1
+        and array.size == tokens * HV
+        and "b" in arrays
+        and arrays["b"].size == tokens * HV * K
+    ):
         return "this looks like `a` and `b` swapped"
     if array.size == tokens * HV * K:
         other = ", or kda_contracts.normalize_a" if len(leading) == 1 else ""
@@ -156,7 +192,9 @@ def _sequences(array, arrays, sizes):
     if "cu_seqlens" in arrays:
         return f"sequences lie end to end along axis 1: q.reshape(1, {B * T}, ...), and k, v, a, b likewise"
     if B == 1 and T == N:
-        return "this looks like sequences of one token, end to end: pass cu_seqlens=jnp.arange(N + 1)"
+        return (
+            "this looks like sequences of one token, end to end: pass cu_seqlens=jnp.arange(N + 1)"
+        )
     return "sequences that lie end to end need cu_seqlens" if B == 1 else None
 
 
@@ -187,7 +225,11 @@ def for_tensor(tensor, array, sizes):
         return _rate(array, {}, sizes)
     if array.size == math.prod(wanted):
         transposed = array.ndim == 2 and array.shape == wanted[::-1]
-        return "transposed: take .T" if transposed else f"the same elements in another shape: reshape{wanted}"
+        return (
+            "transposed: take .T"
+            if transposed
+            else f"the same elements in another shape: reshape{wanted}"
+        )
     wrong = [axis for axis, (x, y) in enumerate(zip(array.shape, wanted, strict=False)) if x != y]
     if array.ndim != len(wanted) or len(wrong) != 1:
         return None
@@ -196,8 +238,14 @@ def for_tensor(tensor, array, sizes):
         parts = wanted[axis] // array.shape[axis]
         if axis == tensor.cut:
             return f"axis {axis} is 1/{parts} of it: one rank's slice of {parts}? join the ranks' files"
-        cut = "this tensor is not cut" if tensor.cut is None else f"this tensor is cut on axis {tensor.cut}"
-        return f"axis {axis} is 1/{parts} of it: a tensor-parallel slice cut on the wrong axis? {cut}"
+        cut = (
+            "this tensor is not cut"
+            if tensor.cut is None
+            else f"this tensor is cut on axis {tensor.cut}"
+        )
+        return (
+            f"axis {axis} is 1/{parts} of it: a tensor-parallel slice cut on the wrong axis? {cut}"
+        )
     return None
 
 

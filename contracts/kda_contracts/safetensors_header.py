@@ -16,7 +16,9 @@ ITEM_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(
+        ("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
@@ -41,12 +43,18 @@ def read_header(path):
         file_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise BadFileError(path, f"truncated: {file_bytes} bytes are too few for a safetensors header")
+            raise BadFileError(
+                path, f"truncated: {file_bytes} bytes are too few for a safetensors header"
+            )
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
-            raise BadFileError(path, f"its header claims {length} bytes, more than the format's {MAX_HEADER_BYTES}")
+            raise BadFileError(
+                path, f"its header claims {length} bytes, more than the format's {MAX_HEADER_BYTES}"
+            )
         if length > file_bytes - 8:
-            raise BadFileError(path, f"truncated: its header claims {length} bytes, and {file_bytes - 8} follow")
+            raise BadFileError(
+                path, f"truncated: its header claims {length} bytes, and {file_bytes - 8} follow"
+            )
         header = parse_json(path, file.read(length))
     return _judge(path, header, file_bytes - 8 - length)
 
@@ -75,7 +83,9 @@ def parse_json(path, text):
         raise BadFileError(path, f"{constant} is not JSON")
 
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=refuse)
+        value = json.loads(
+            text.decode("utf-8"), object_pairs_hook=without_duplicates, parse_constant=refuse
+        )
     except UnicodeDecodeError as error:
         raise BadFileError(path, f"not UTF-8 at byte {error.start} of the JSON") from None
     except json.JSONDecodeError as error:
@@ -116,10 +126,15 @@ def _judge(path, header, data_bytes):
             raise BadFileError(path, f"{shown} has no pair of offsets: {str(offsets)[:80]}")
         begin, end = offsets
         if not begin <= end <= data_bytes:
-            raise BadFileError(path, f"{shown} lies at {begin}..{end}, outside the file's {data_bytes} bytes of data")
+            raise BadFileError(
+                path,
+                f"{shown} lies at {begin}..{end}, outside the file's {data_bytes} bytes of data",
+            )
         bits = math.prod(shape) * ITEM_BITS[dtype]
         if bits != (end - begin) * 8:
-            raise BadFileError(path, f"{shown} is {shape} {dtype}, {bits // 8} bytes, and has {end - begin}")
+            raise BadFileError(
+                path, f"{shown} is {shape} {dtype}, {bits // 8} bytes, and has {end - begin}"
+            )
         tensors[name] = ArrayFacts(tuple(shape), NAMES.get(dtype, dtype))
         spans.append((begin, end, shown))
     spans.sort()
@@ -127,11 +142,14 @@ def _judge(path, header, data_bytes):
     for begin, end, shown in spans:
         if begin != reached:
             raise BadFileError(
-                path, f"{shown} {'overlaps' if begin < reached else 'leaves a gap behind'} the tensor before it"
+                path,
+                f"{shown} {'overlaps' if begin < reached else 'leaves a gap behind'} the tensor before it",
             )
         reached = end
     if reached != data_bytes:
-        raise BadFileError(path, f"{data_bytes - reached} bytes behind the last tensor belong to none")
+        raise BadFileError(
+            path, f"{data_bytes - reached} bytes behind the last tensor belong to none"
+        )
     return tensors
 
 

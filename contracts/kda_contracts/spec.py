@@ -37,7 +37,10 @@ class Operand:
             axes = axes.split()
             shapes.append(tuple(axis_value(axis, sizes) for axis in axes))
             unit = [axis for axis in ("B", "T") if axis in axes and sizes.get(axis) == 1]
-            shapes += [tuple(axis_value(axis, sizes) for axis in axes if axis != left_out) for left_out in unit]
+            shapes += [
+                tuple(axis_value(axis, sizes) for axis in axes if axis != left_out)
+                for left_out in unit
+            ]
         return list(dict.fromkeys(shapes))
 
 
@@ -110,7 +113,9 @@ class Contract:
                 parse_axis(axis)
         for rule in self.rules:
             if unknown := set(rule.arguments.split()) - set(self.by_name):
-                raise ValueError(f"{self.name}: rule {rule.message!r} names unknown arguments {sorted(unknown)}")
+                raise ValueError(
+                    f"{self.name}: rule {rule.message!r} names unknown arguments {sorted(unknown)}"
+                )
 
 
 @cache
@@ -125,7 +130,9 @@ def parse_axis(text):
             elif word in AXES:
                 letters.append(word)
             else:
-                raise ValueError(f"axis {text!r}: {word!r} is neither a number nor a letter of the legend")
+                raise ValueError(
+                    f"axis {text!r}: {word!r} is neither a number nor a letter of the legend"
+                )
         terms.append((factor, tuple(letters)))
     return tuple(terms)
 
