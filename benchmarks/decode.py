@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from kda_jax import bench
+from kda_jax.tools import bench
 
 parser = argparse.ArgumentParser(
     description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

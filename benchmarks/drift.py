@@ -18,9 +18,9 @@ import numpy as np
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import oracle
-from kda_jax.bench import environment
-from kda_jax.synthetic import random_operands
+from kda_jax.tools import oracle
+from kda_jax.tools.bench import environment
+from kda_jax.tools.synthetic import random_operands
 
 SIZES = Sizes(B=2, H=2, HV=2, K=128, V=32, S=3)
 POOLS = ("float32", "bfloat16")

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kda_jax
-from kda_jax.bench import environment, multiply
-from kda_jax.timing import gpu_events, layers_for, time_layers
+from kda_jax.tools.bench import environment, multiply
+from kda_jax.tools.timing import gpu_events, layers_for, time_layers
 
 CONFIGS = {
     "kimi-linear": kda_jax.KDAConfig(D=2304, H=32, HV=32, K=128, V=128, gate_rank=128),

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 import kda_jax
 from kda_jax import gates
-from kda_jax.bench import K, V, environment
-from kda_jax.timing import gpu_events
+from kda_jax.tools.bench import K, V, environment
+from kda_jax.tools.timing import gpu_events
 
 
 def operands(T, H, seed=0):

@@ -27,9 +27,9 @@ from jax.sharding import PartitionSpec as P
 import kda_jax
 from kda_contracts import Sizes
 from kda_jax import sharding
-from kda_jax.bench import OPTIONS, environment
-from kda_jax.synthetic import HEAD_DIMENSION, MODELS, random_operands
-from kda_jax.timing import layers_for
+from kda_jax.tools.bench import OPTIONS, environment
+from kda_jax.tools.synthetic import HEAD_DIMENSION, MODELS, random_operands
+from kda_jax.tools.timing import layers_for
 
 LIMIT = 1e-5  # of the norm; the sum over the heads has another order on several devices
 TEMPORARIES = 0.01  # of a device's share of a pool; of several layers' looped pools, of one of them

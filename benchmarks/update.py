@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kda_jax
-from kda_jax.bench import K, V, environment, multiply
-from kda_jax.timing import layers_for, time_layers
+from kda_jax.tools.bench import K, V, environment, multiply
+from kda_jax.tools.timing import layers_for, time_layers
 
 N, HV = 32, 32
 TOKENS = (1, 2, 4, 8)

@@ -10,7 +10,6 @@ from kda_contracts import normalize_dt_bias as normalize_dt_bias
 from kda_jax.checkpoint import check_values as check_values
 from kda_jax.checkpoint import load_layer as load_layer
 from kda_jax.checkpoint import load_layers as load_layers
-from kda_jax.chunk import chunk_kda as chunk_kda
 from kda_jax.decode import packed_decode as packed_decode
 from kda_jax.dispatch import Explanation as Explanation
 from kda_jax.dispatch import explain as explain
@@ -19,6 +18,7 @@ from kda_jax.layer import kda_prefill as kda_prefill
 from kda_jax.layouts import pack_qkv as pack_qkv
 from kda_jax.layouts import state_from_kv as state_from_kv
 from kda_jax.layouts import state_to_kv as state_to_kv
+from kda_jax.prefill import chunk_kda as chunk_kda
 from kda_jax.sequences import validate_cu_seqlens as validate_cu_seqlens
 from kda_jax.slots import clear_slots as clear_slots
 from kda_jax.slots import pad_slots as pad_slots

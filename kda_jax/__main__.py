@@ -2,6 +2,6 @@
 
 import sys
 
-from kda_jax.cli import main
+from kda_jax.tools.cli import main
 
 sys.exit(main())

@@ -79,7 +79,7 @@ def load_layer(path, layer, *, rank=0, ranks=1, dtype=None) -> tuple[KDAConfig, 
       ImportError: without `safetensors` (the extra `checkpoint`).
 
     >>> import tempfile
-    >>> from kda_jax.synthetic import write_layer
+    >>> from kda_jax.tools.synthetic import write_layer
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_layer(folder, "kimi-linear-48b", layer=2)
     ...     config, params = load_layer(folder, 2, rank=7, ranks=8)
@@ -106,7 +106,7 @@ def load_layers(
       ContractError, BadFileError, ImportError: as `load_layer`; one faulty layer is enough.
 
     >>> import tempfile
-    >>> from kda_jax.synthetic import write_layer
+    >>> from kda_jax.tools.synthetic import write_layer
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_layer(folder, "kimi-linear-48b", layer=2)
     ...     config, layers = load_layers(folder, ranks=32)
@@ -133,7 +133,7 @@ def check_values(path, *, tp=1, every=False, progress=True) -> CheckpointReport:
       BadFileError, ImportError: as `load_layer`.
 
     >>> import tempfile
-    >>> from kda_jax.synthetic import write_layer
+    >>> from kda_jax.tools.synthetic import write_layer
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_layer(folder, "kimi-k3")
     ...     check_values(folder).layers[0].notes

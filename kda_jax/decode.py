@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from kda_contracts import PACKED_DECODE, check
-from kda_jax import dispatch, reference, slots
+from kda_jax import decode_xla, dispatch, slots
 from kda_jax.gates import Maths
 
 
@@ -110,11 +110,11 @@ def packed_decode(
         out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), out_dtype)
         return out, None if slots.is_ref(initial_state) else jnp.asarray(initial_state)
     if chosen == "mosaic_gpu":
-        from kda_jax.mosaic_gpu import kda_packed_decode_mosaic_gpu as implement
+        from kda_jax.decode_mosaic_gpu import kda_packed_decode_mosaic_gpu as implement
     elif chosen == "triton":
-        from kda_jax.triton_gpu import kda_packed_decode_triton as implement
+        from kda_jax.decode_triton import kda_packed_decode_triton as implement
     else:
-        implement = reference.kda_packed_decode_xla
+        implement = decode_xla.kda_packed_decode_xla
     *operands, indices, sources = arrays.values()
     return implement(
         *operands,

@@ -63,7 +63,7 @@ def choose_prefill(implementation, sizes, dtypes, operands) -> str:
         implementation == "auto" and _host_obstacle("mosaic_gpu", exactly=True)
     ):
         return "xla"
-    from kda_jax import chunk_mosaic_gpu as kernel
+    from kda_jax import prefill_mosaic_gpu as kernel
 
     reasons = [
         kernel.unsupported(sizes, dtypes),
@@ -178,13 +178,13 @@ def obstacle(implementation, sizes, pool):
     # Kernel backends are imported where they are needed: each takes a second to load, and Triton is an extra.
     if implementation == "triton":
         try:
-            from kda_jax import triton_gpu as kernel
+            from kda_jax import decode_triton as kernel
         except ModuleNotFoundError:
             return "jax-triton is not installed; pip install 'kda-jax[triton]', or use implementation='xla' or 'auto'"
         except ImportError as error:
             return f"jax-triton cannot be imported here ({error}); it was tested with 0.3.1 on Triton 3.6"
     else:
-        from kda_jax import mosaic_gpu as kernel
+        from kda_jax import decode_mosaic_gpu as kernel
     if reason := kernel.unsupported(sizes):
         return f"{reason}; use implementation='xla' or 'auto'"
     return _sharding_obstacle(pool)

@@ -1,4 +1,4 @@
-"""The gates of Kimi Delta Attention: pure functions of float32 values, shared by reference.py and mosaic_gpu.py.
+"""The gates of Kimi Delta Attention: pure functions of float32 values, for XLA and Mosaic kernels alike.
 
 They use only what Mosaic GPU can lower on every supported JAX: no log1p, expm1, logaddexp or pow.
 """

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
 from kda_jax import dispatch, gates
-from kda_jax.chunk import chunk_kda
 from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
+from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import owners
 from kda_jax.slots import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
@@ -125,7 +125,7 @@ def kda_prefill(
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, state=cache.state)
     if dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, operands) != "xla":
-        from kda_jax.chunk_mosaic_gpu import ALIGNED
+        from kda_jax.prefill_mosaic_gpu import ALIGNED
 
         # Padded here, where it costs least: chunk_kda would pad five wider operands.
         cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into the padding

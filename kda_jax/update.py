@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError, check
-from kda_jax import dispatch, reference
+from kda_jax import decode_xla, dispatch
 from kda_jax.gates import Maths
 from kda_jax.slots import as_int32, is_ref
 from kda_jax.transforms import ref_must_be_mapped
@@ -297,11 +297,11 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         None if accepted is None else _accepted(as_int32(accepted), indices, writes, cu_seqlens)
     )
     if chosen == "mosaic_gpu":
-        from kda_jax.mosaic_gpu import kda_update_mosaic_gpu as implement
+        from kda_jax.decode_mosaic_gpu import kda_update_mosaic_gpu as implement
     elif chosen == "triton":
-        from kda_jax.triton_gpu import kda_update_triton as implement
+        from kda_jax.decode_triton import kda_update_triton as implement
     else:
-        implement = reference.kda_update_xla
+        implement = decode_xla.kda_update_xla
     out, state, states = implement(
         q,
         k,

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import Sizes
-from kda_jax import mosaic_gpu
-from kda_jax.synthetic import model_sizes, random_operands
+from kda_jax import decode_mosaic_gpu
+from kda_jax.tools.synthetic import model_sizes, random_operands
 
 SHAPES = {
     "k1_v1": Sizes(B=2, H=1, HV=2, K=1, V=1, S=4),
@@ -28,7 +28,7 @@ SHAPES = {
     "k256_v48": Sizes(B=2, H=1, HV=2, K=256, V=48, S=4),
 }
 MOSAIC_SHAPES = {
-    name: sizes for name, sizes in SHAPES.items() if mosaic_gpu.unsupported(sizes) is None
+    name: sizes for name, sizes in SHAPES.items() if decode_mosaic_gpu.unsupported(sizes) is None
 }
 GATES = {"softplus": None, "safe": -5.0}
 POOL_DTYPES = ("float32", "bfloat16", "float16")

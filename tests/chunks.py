@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 H, HV, K, V, S = 2, 4, 32, 24, 6
 DECAY_PATTERNS = ("strong", "strong then weak", "every third", "none at all", "-inf", "-3e38")

@@ -9,7 +9,7 @@ from support import (
 )
 
 from kda_contracts import Sizes
-from kda_jax.synthetic import random_operands
+from kda_jax.tools.synthetic import random_operands
 
 BASE = Sizes(B=3, H=2, HV=4, K=64, V=32, S=6)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

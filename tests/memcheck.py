@@ -9,7 +9,7 @@ import numpy as np
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax.synthetic import random_operands
+from kda_jax.tools.synthetic import random_operands
 
 EDGE = 2**32 // (32 * 128 * 128 * 4)  # the first slot beyond 4 GiB
 SIZES = Sizes(B=8, H=32, HV=32, K=128, V=128, S=EDGE + 3)

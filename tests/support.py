@@ -10,7 +10,7 @@ from cases import rounding
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import kda_jax
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 jax.config.update("jax_num_cpu_devices", 8)  # before the first backend starts: meshes without a GPU
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kda_contracts import CHECKPOINT, BadFileError, check_checkpoint, find_tensors
 from kda_contracts.cli import main
-from kda_jax import demo, synthetic
-from kda_jax.synthetic import write_safetensors
+from kda_jax.tools import demo, synthetic
+from kda_jax.tools.synthetic import write_safetensors
 
 LOW_RANK, FULL_RANK, FLA = CHECKPOINT
 KIMI = {"H": 32, "HV": 32, "K": 128, "V": 128, "D": 2304, "W": 4}

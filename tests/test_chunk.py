@@ -9,7 +9,7 @@ from support import assert_near, assert_same_bits
 
 import kda_jax
 from kda_contracts import ContractError
-from kda_jax import chunk
+from kda_jax import prefill_xla
 
 LIMIT = 1e-5  # float32 operands, relative
 
@@ -198,14 +198,14 @@ def test_messages(wrong, message):
 
 @pytest.mark.parametrize("kind", ["ones", "random", "alternating"])
 def test_the_inverse_of_a_chunk_is_exact_where_a_power_series_would_cancel(kind):
-    size = chunk.CHUNK
+    size = prefill_xla.CHUNK
     A = dict(
         ones=np.ones((size, size)),  # the same key at every token
         random=np.random.default_rng(0).uniform(-1, 1, (size, size)) / 4,
         alternating=(-1.0) ** np.add.outer(np.arange(size), np.arange(size)),
     )[kind]
     A = np.tril(A, -1)
-    got = chunk._inverse(jnp.asarray(np.stack([A, 0 * A]), jnp.float32))
+    got = prefill_xla._inverse(jnp.asarray(np.stack([A, 0 * A]), jnp.float32))
     assert_near(got[0], np.linalg.inv(np.eye(size) + A), 1e-6)
     assert_near(got[1], np.eye(size), 0.0)
 

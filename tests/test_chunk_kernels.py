@@ -12,7 +12,7 @@ from support import assert_near, assert_same_bits, lowered_text
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import chunk, chunk_mosaic_gpu
+from kda_jax import prefill_mosaic_gpu, prefill_xla
 from kda_jax.transforms import with_transforms_of
 
 LIMIT = 8e-3  # relative: bfloat16 products
@@ -192,7 +192,7 @@ def test_a_layers_prefill_runs_them(T):
 @pytest.mark.slow
 def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
     """The layer pads its tokens for the kernels, for which XLA stands in here."""
-    monkeypatch.setattr(chunk_mosaic_gpu, "chunks_and_states", chunk._chunks_and_states)
+    monkeypatch.setattr(prefill_mosaic_gpu, "chunks_and_states", prefill_xla.chunks_and_states)
     config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=64, V=64)
     params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 3)
     x = jax.random.normal(jax.random.key(1), (13, config.D), jnp.bfloat16)
@@ -286,7 +286,7 @@ def test_every_token_has_one_place_in_the_chunks(seed):
     live = rng.random(N) < 0.7
     chunks, begin, low, high, shown = map(
         np.asarray,
-        chunk_mosaic_gpu._plan(
+        prefill_mosaic_gpu._plan(
             jnp.asarray(bounds), jnp.asarray(live), Sizes(B=1, T=T, H=1, HV=1, K=64, V=64, S=1, N=N)
         ),
     )
@@ -294,7 +294,7 @@ def test_every_token_has_one_place_in_the_chunks(seed):
     for n in range(N + 2):
         for at_chunk in range(chunks[n], chunks[n + 1]):
             at = begin[at_chunk, 0] + np.arange(low[at_chunk, 0], high[at_chunk, 0])
-            assert begin[at_chunk, 0] % chunk_mosaic_gpu.ALIGNED == 0
+            assert begin[at_chunk, 0] % prefill_mosaic_gpu.ALIGNED == 0
             assert (owner[at] == -1).all()
             owner[at] = n
             assert shown[at_chunk, 0] == (high[at_chunk, 0] if 0 < n <= N and live[n - 1] else 0)

@@ -5,8 +5,8 @@ import json
 import pytest
 from support import ON_GPU, WITH_TRITON
 
-from kda_jax import cli, demo
-from kda_jax.synthetic import write_layer
+from kda_jax.tools import cli, demo
+from kda_jax.tools.synthetic import write_layer
 
 KERNEL = "mosaic_gpu" if ON_GPU else "xla"
 

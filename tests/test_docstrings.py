@@ -71,7 +71,7 @@ UPDATE = {"pool": "initial_state_source", "writes": "intermediate_states"}
 UPDATE |= {"slots": "initial_state_indices", "sources": "initial_state_indices"}
 
 
-@pytest.mark.parametrize("module", ["reference", "mosaic_gpu", "triton_gpu"])
+@pytest.mark.parametrize("module", ["decode_xla", "decode_mosaic_gpu", "decode_triton"])
 def test_the_shapes_beside_an_implementations_parameters_are_the_tables(module):
     source = (Path(kda_jax.__file__).parent / f"{module}.py").read_text()
     packed = source[source.index("def kda_packed_decode_") :]
@@ -87,7 +87,7 @@ def test_the_shapes_beside_an_implementations_parameters_are_the_tables(module):
 def test_the_shapes_beside_prefills_parameters_and_the_layers_fields_are_the_tables():
     folder = Path(kda_jax.__file__).parent
     chunk = re.findall(
-        r"^    (\w+?)(?:=None)?,  # (\[.*?\])", (folder / "chunk.py").read_text(), re.M
+        r"^    (\w+?)(?:=None)?,  # (\[.*?\])", (folder / "prefill.py").read_text(), re.M
     )
     assert len(chunk) == len(CHUNK_KDA.operands)
     names = {"pool": "initial_state", "sources": "source_indices"}

@@ -9,8 +9,8 @@ from support import IMPLEMENTATIONS, assert_meets_oracle, assert_same_bits, deco
 
 import kda_jax
 from kda_contracts import PACKED_DECODE, ContractError, Sizes, check
-from kda_jax import oracle
-from kda_jax.synthetic import random_operands
+from kda_jax.tools import oracle
+from kda_jax.tools.synthetic import random_operands
 
 SIZES = Sizes(B=3, H=1, HV=2, K=32, V=16, S=6)
 

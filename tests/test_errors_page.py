@@ -32,11 +32,11 @@ SOURCES = {
     ),
     "kda_jax": (
         "checkpoint",
-        "chunk",
         "dispatch",
         "layer",
         "layouts",
         "nnx",
+        "prefill",
         "sequences",
         "sharding",
         "slots",

@@ -33,8 +33,8 @@ from support import (
 
 import kda_jax
 from kda_contracts import PACKED_DECODE, ContractError, Sizes, check
-from kda_jax import oracle
-from kda_jax.synthetic import random_operands
+from kda_jax.tools import oracle
+from kda_jax.tools.synthetic import random_operands
 
 # H. Heads, packing, sharding
 

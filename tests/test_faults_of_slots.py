@@ -24,7 +24,7 @@ from support import (
 
 import kda_jax
 from kda_contracts import ContractError
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 # A. Slot index and padding
 

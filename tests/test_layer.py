@@ -12,7 +12,7 @@ from support import assert_near, assert_same_bits, running
 
 import kda_jax
 from kda_contracts import ContractError
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 LIMIT = 1e-5
 CONFIGS = {

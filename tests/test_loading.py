@@ -18,8 +18,9 @@ from support import assert_near, assert_same_bits
 
 import kda_jax
 from kda_contracts import CHECKPOINT, BadFileError, ContractError
-from kda_jax import checkpoint, cli
-from kda_jax.synthetic import write_safetensors
+from kda_jax import checkpoint
+from kda_jax.tools import cli
+from kda_jax.tools.synthetic import write_safetensors
 
 LOW_RANK, FULL_RANK, FLA = CHECKPOINT
 KIMI = {"H": 32, "HV": 32, "K": 128, "V": 128, "D": 2304, "W": 4}

@@ -10,7 +10,7 @@ from support import lowered_text
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import gates, mosaic_gpu
+from kda_jax import decode_mosaic_gpu, gates
 
 KEY_SIZES = range(32, 257, 32)
 VALUE_SIZES = (16, 32, 48, 128)
@@ -22,22 +22,24 @@ def sizes_of(K, V, B):
 
 
 def test_the_sizes_it_takes():
-    taken = [K for K in range(1, 300) if mosaic_gpu.unsupported(sizes_of(K, 16, 1)) is None]
+    taken = [K for K in range(1, 300) if decode_mosaic_gpu.unsupported(sizes_of(K, 16, 1)) is None]
     assert taken == list(KEY_SIZES)
-    assert [V for V in range(1, 70) if mosaic_gpu.unsupported(sizes_of(32, V, 1)) is None] == [
+    assert [
+        V for V in range(1, 70) if decode_mosaic_gpu.unsupported(sizes_of(32, V, 1)) is None
+    ] == [
         16,
         32,
         48,
         64,
     ]
-    assert "blocks of a grid" in mosaic_gpu.unsupported(sizes_of(32, 2**20, 2**20))
+    assert "blocks of a grid" in decode_mosaic_gpu.unsupported(sizes_of(32, 2**20, 2**20))
 
 
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
 @pytest.mark.parametrize("K", KEY_SIZES)
 def test_the_order_of_a_rows_sums_does_not_follow_the_batch(K, pool_dtype):
     configs = {
-        mosaic_gpu.choose_config(sizes_of(K, V, B), pool_dtype, several_tokens)
+        decode_mosaic_gpu.choose_config(sizes_of(K, V, B), pool_dtype, several_tokens)
         for V in VALUE_SIZES
         for B in BATCHES
         for several_tokens in (False, True)
@@ -61,7 +63,9 @@ def test_the_order_of_a_rows_sums_does_not_follow_the_batch(K, pool_dtype):
 )
 def test_a_config_validates_itself(wrong, message):
     with pytest.raises(ValueError, match=message):
-        mosaic_gpu.Config(**{"tile_rows": 16, "step_rows": 8, "lanes": 32, "vector": 4} | wrong)
+        decode_mosaic_gpu.Config(
+            **{"tile_rows": 16, "step_rows": 8, "lanes": 32, "vector": 4} | wrong
+        )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
     for V in VALUE_SIZES:
         for B in BATCHES:
             sizes = sizes_of(K, V, B)
-            config = mosaic_gpu.choose_config(sizes, pool_dtype)
+            config = decode_mosaic_gpu.choose_config(sizes, pool_dtype)
             if config in programs:
                 continue
             shapes = (B, 2 * K + 3 * V), (B, 3 * K), (B, 3), (3,), (3 * K,), (700, 3, V, K), (B,)
@@ -88,8 +92,10 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
             if len(programs) % 2:
                 shapes, dtypes = (*shapes, (B,)), (*dtypes, "int32")  # source_indices
             programs[config] = lowered_text(
-                lambda *x, sizes=sizes, options=options: mosaic_gpu.kda_packed_decode_mosaic_gpu(
-                    *x, sizes=sizes, out_dtype=jnp.dtype(dtype), **options
+                lambda *x, sizes=sizes, options=options: (
+                    decode_mosaic_gpu.kda_packed_decode_mosaic_gpu(
+                        *x, sizes=sizes, out_dtype=jnp.dtype(dtype), **options
+                    )
                 ),
                 *map(jax.ShapeDtypeStruct, shapes, map(jnp.dtype, dtypes)),
             )
@@ -137,7 +143,8 @@ def test_one_lowering_serves_all_call_sites():
     def layers(*x):
         pools = [x[5], x[5] + 1, x[5] + 2]
         return [
-            mosaic_gpu.kda_packed_decode_mosaic_gpu(*x[:5], pool, x[6], **options) for pool in pools
+            decode_mosaic_gpu.kda_packed_decode_mosaic_gpu(*x[:5], pool, x[6], **options)
+            for pool in pools
         ]
 
     text = lowered_text(layers, *structs, jax.ShapeDtypeStruct((2,), jnp.int32))

@@ -27,16 +27,16 @@ SQUARE = Sizes(B=3, H=1, HV=2, K=32, V=32, S=5)  # K == V: only values can show 
 # name -> {module: ((what stands there, what stands there instead), ...)}; in the kernel, then in the reference.
 MUTANTS = {
     "wrong head map": {
-        "mosaic_gpu": (("group, _ = divide(head, HV // H)", "_, group = divide(head, H)"),),
-        "reference": (
+        "decode_mosaic_gpu": (("group, _ = divide(head, HV // H)", "_, group = divide(head, H)"),),
+        "decode_xla": (
             ("jnp.repeat(x, HV // x.shape[2], axis=2)", "jnp.tile(x, (1, 1, HV // x.shape[2], 1))"),
         ),
     },
     "beta rounded to bfloat16": {
-        "mosaic_gpu": (
+        "decode_mosaic_gpu": (
             ("dot(k, q), gated[0][1]", "dot(k, q), gated[0][1].astype(jnp.bfloat16).astype(f32)"),
         ),
-        "reference": (
+        "decode_xla": (
             (
                 "token_major = [",
                 "beta = beta.astype(jnp.bfloat16).astype(f32)\n    token_major = [",
@@ -49,18 +49,18 @@ MUTANTS = {
         ),
     },
     "-1 wrapped": {
-        "mosaic_gpu": (
+        "decode_mosaic_gpu": (
             (
                 'slot = refs["slots"][row]\n',
                 'slot = refs["slots"][row]\n    slot = jnp.where(slot < 0, slot + S, slot)\n',
             ),
         ),
-        "reference": (
+        "decode_xla": (
             ("live = (slots >= 0) & (slots < S)", "slots = slots % S; live = slots >= 0"),
         ),
     },
     "transposed state": {
-        "reference": (
+        "decode_xla": (
             (
                 'mode="fill", fill_value=0).astype(f32)',
                 'mode="fill", fill_value=0).astype(f32).swapaxes(2, 3)',
@@ -71,13 +71,13 @@ MUTANTS = {
         "gates": (("value = softplus(x) if", "value = jnp.where(x < 20.0, x, softplus(x)) if"),),
     },
     "gate by key head": {
-        "mosaic_gpu": (
+        "decode_mosaic_gpu": (
             (
                 'vector(refs["a"], tokens, head * chunks)',
                 'vector(refs["a"], tokens, group * chunks)',
             ),
         ),
-        "reference": (
+        "decode_xla": (
             (
                 "a.reshape(B, 1, HV, K)",
                 "jnp.repeat(a.reshape(B, 1, HV, K)[:, :, :H], HV // H, axis=2)",
@@ -85,13 +85,13 @@ MUTANTS = {
         ),
     },
     "state rounded before the read": {
-        "mosaic_gpu": (
+        "decode_mosaic_gpu": (
             (
                 "state_q = total([d * along_keys(x)",
                 "state_q = total([d.astype(pool.dtype).astype(f32) * along_keys(x)",
             ),
         ),
-        "reference": (
+        "decode_xla": (
             (
                 "return (state * q[..., None, :]).sum(-1), state",
                 "return (state.astype(jnp.bfloat16).astype(jnp.float32) * q[..., None, :]).sum(-1), state",
@@ -99,14 +99,14 @@ MUTANTS = {
         ),
     },
     "scale on k": {
-        "mosaic_gpu": (
+        "decode_mosaic_gpu": (
             ("q = [part * maths.scale for part in q]", "k = [part * maths.scale for part in k]"),
         ),
-        "reference": (("(q * f32(maths.scale), k)", "(q, k * f32(maths.scale))"),),
+        "decode_xla": (("(q * f32(maths.scale), k)", "(q, k * f32(maths.scale))"),),
     },
     "padded row unwritten": {
-        "mosaic_gpu": (("pl.when(jnp.logical_not(live))", "pl.when(slot == 2**30)"),),
-        "reference": (
+        "decode_mosaic_gpu": (("pl.when(jnp.logical_not(live))", "pl.when(slot == 2**30)"),),
+        "decode_xla": (
             ("jnp.where(_spread(live_tokens, out), out, 0)", "out"),
             ("jnp.where(_spread(live_tokens, x), x.astype(f32), 0)", "x.astype(f32)"),
         ),
@@ -116,13 +116,13 @@ RUNS = [
     (name, module, implementation)
     for name, modules in MUTANTS.items()
     for module in modules
-    for implementation in (("reference", "mosaic_gpu") if module == "gates" else (module,))
+    for implementation in (("decode_xla", "decode_mosaic_gpu") if module == "gates" else (module,))
 ]
 
 
 def mutate(monkeypatch, module, changes):
     """Loads a changed copy of kda_jax/<module>.py, and of the implementations that use it, in the originals' places."""
-    affected = ["gates", "reference", "mosaic_gpu"] if module == "gates" else [module]
+    affected = ["gates", "decode_xla", "decode_mosaic_gpu"] if module == "gates" else [module]
     loaded = {}
     for name in affected:
         source = (Path(kda_jax.__file__).parent / f"{name}.py").read_text()
@@ -172,10 +172,10 @@ def battery(implement, interpreted):
 
 
 def judge(loaded, implementation):
-    if implementation == "reference":
-        battery(loaded["reference"].kda_packed_decode_xla, "xla")
+    if implementation == "decode_xla":
+        battery(loaded["decode_xla"].kda_packed_decode_xla, "xla")
     else:
-        battery(loaded["mosaic_gpu"].kda_packed_decode_mosaic_gpu, "mosaic_gpu")
+        battery(loaded["decode_mosaic_gpu"].kda_packed_decode_mosaic_gpu, "mosaic_gpu")
 
 
 @pytest.mark.skipif(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 ROW = np.array([[3.0, 4.0, 0.0, 2.0, 1.0, -1.0]])
 POOL = np.zeros((3, 1, 2, 2))

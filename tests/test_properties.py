@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import IMPLEMENTATIONS, ON_GPU, WITH_TRITON, assert_meets_oracle, decode
 
 from kda_contracts import Sizes
-from kda_jax.synthetic import random_operands
+from kda_jax.tools.synthetic import random_operands
 
 FEW = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 sizes_for_xla = st.builds(

@@ -6,7 +6,7 @@ import pytest
 import support
 from cases import SHAPES, make_call
 
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 RIGHT = np.linspace(1.0, 2.0, 500, dtype=np.float32)
 

@@ -14,7 +14,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kda_jax import triton_kernel
+from kda_jax import decode_triton_kernel
 
 capability, K, V, T, pool, lower_bound = eval(sys.argv[1])
 pointers = ["*bf16"] * 5 + ["*fp32"] * 2 + ["*i32"] * 4 + ["*" + pool, "*bf16", "*" + pool]
@@ -24,7 +24,7 @@ constants = dict(S=9, N=5, T=T, H=1, HV=3, K=K, V=V, BK=triton.next_power_of_2(K
                  softplus_threshold=20.0 if T == 1 else 10.0, allow_neg_eigval=T > 1, activated=T == 2,
                  use_qk_l2norm=True, has_sources=True, varlen=T == 9, has_writes=T > 1, update_state=True,
                  intermediate=T > 2, largest=3.4e38, epsilon=1e-6)
-for kernel, extra in ((triton_kernel.kda_update, []), (triton_kernel.kda_update_aliased, ["same_pool"])):
+for kernel, extra in ((decode_triton_kernel.kda_update, []), (decode_triton_kernel.kda_update_aliased, ["same_pool"])):
     signature = dict(zip(names + extra, pointers + ["*" + pool] * len(extra)))
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
@@ -64,7 +64,7 @@ def test_importing_it_leaves_the_cache_of_other_triton_kernels_alone(is_set, mon
         monkeypatch.setenv("TRITON_CACHE_DIR", str(kept))
     else:
         monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    program = "import os, kda_jax.triton_gpu; print(os.environ.get('TRITON_CACHE_DIR'))"
+    program = "import os, kda_jax.decode_triton; print(os.environ.get('TRITON_CACHE_DIR'))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.stdout.strip() == str(kept), run.stderr[-2000:]
 

@@ -10,7 +10,7 @@ from updates import FORMS, VARLEN, Update, assert_meets_oracle, expected, make_u
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 BOTH = [
     (name, form)

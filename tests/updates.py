@@ -8,7 +8,7 @@ from support import assert_rounded, assert_same_bits, running
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import oracle
+from kda_jax.tools import oracle
 
 FORMS = {
     "one_token": Sizes(B=5, T=1, N=5, H=1, HV=2, K=32, V=16, S=7),

@@ -1,7 +1,7 @@
 """Chunked prefill as two Pallas Mosaic GPU kernels for NVIDIA GPUs of compute capability 9.0 (Hopper's wgmma).
 
 The first takes a chunk of 64 tokens of one head for each warpgroup and makes what needs no state: w, u, the scores,
-q exp(G), k exp(G_last - G) and exp(G_last) of `chunk.py`. The second takes TILE value columns of one head of one
+q exp(G), k exp(G_last - G) and exp(G_last) of `prefill_xla.py`. The second takes TILE value columns of one head of one
 sequence, and walks its chunks with the state in registers, transposed (`[K, TILE]`), while another warpgroup copies
 the chunks ahead into shared memory:
 

@@ -22,8 +22,14 @@ from kda_contracts import (
     normalize_dt_bias,
 )
 from kda_contracts.cli import text as checkpoint_text
-from kda_jax import oracle
-from kda_jax.synthetic import HEAD_DIMENSION, MODELS, model_sizes, random_operands, write_layer
+from kda_jax.tools import oracle
+from kda_jax.tools.synthetic import (
+    HEAD_DIMENSION,
+    MODELS,
+    model_sizes,
+    random_operands,
+    write_layer,
+)
 
 CHECKED_ROWS = 8  # rows are independent, and the oracle takes 50 us for each row, head and token
 LIMIT = 4e-6  # relative, of float32 outputs and pools

@@ -1,6 +1,6 @@
 """The recurrence in float64 NumPy, written from its definition: what every implementation is judged by.
 
-It shares no line with gates.py or reference.py, so a mistake there cannot hide here.
+It shares no line with gates.py or decode_xla.py, so a mistake there cannot hide here.
 """
 
 import numpy as np

@@ -9,9 +9,10 @@ import jax
 
 from kda_contracts import PACKED_DECODE, BadFileError, Sizes, check_checkpoint
 from kda_contracts.cli import add_check
-from kda_jax import bench, demo, dispatch
+from kda_jax import dispatch
 from kda_jax.checkpoint import check_values
-from kda_jax.synthetic import MODELS, model_sizes
+from kda_jax.tools import bench, demo
+from kda_jax.tools.synthetic import MODELS, model_sizes
 
 
 def main(arguments=None):

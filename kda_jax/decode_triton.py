@@ -1,6 +1,7 @@
 """The op as a Triton kernel through jax-triton, for what Mosaic GPU does not cover: any K up to 256, any V, older GPUs.
 
-The kernel is in triton_kernel.py; here are its tile and its launch, by either of jax-triton's calling conventions.
+The kernel is in decode_triton_kernel.py. Here are its tile and its launch, by either of jax-triton's two calling
+conventions.
 """
 
 import functools
@@ -11,12 +12,12 @@ from dataclasses import dataclass, replace
 import jax
 
 from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
+from kda_jax.decode_triton_kernel import kda_update, kda_update_aliased
+from kda_jax.decode_xla import STATIC
 from kda_jax.gates import FLOAT32_MAX, NORM_EPS, Maths
 from kda_jax.invariants import assert_operands
-from kda_jax.reference import STATIC
 from kda_jax.slots import is_ref
 from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
-from kda_jax.triton_kernel import kda_update, kda_update_aliased
 
 _cache_dir = os.environ.get("TRITON_CACHE_DIR")
 try:

@@ -21,9 +21,10 @@ import numpy as np
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import dispatch, oracle
-from kda_jax.synthetic import random_operands
-from kda_jax.timing import COLD_BYTES, layers_for, time_layers
+from kda_jax import dispatch
+from kda_jax.tools import oracle
+from kda_jax.tools.synthetic import random_operands
+from kda_jax.tools.timing import COLD_BYTES, layers_for, time_layers
 
 K = V = 128
 STATE_LIMIT = {

@@ -1,8 +1,8 @@
-"""The Triton kernel of triton_gpu.py, in a file of its own: it needs Triton alone, and so compiles without a GPU.
+"""The Triton kernel of decode_triton.py, in a file of its own: it needs Triton alone, and so compiles without a GPU.
 
-One program owns a tile of V rows of one (row, value head), over all its tokens. K and V are padded to powers of two and
-masked; every offset into the pool is 64 bits wide. The maths is that of gates.py and reference.py, written once more in
-Triton's language.
+One program owns a tile of V rows of one (row, value head), over all its tokens. K and V are padded
+to powers of two and masked; every offset into the pool is 64 bits wide. The maths is that of
+gates.py and decode_xla.py, written once more in Triton's language.
 """
 
 import triton

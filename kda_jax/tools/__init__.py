@@ -1,0 +1,1 @@
+"""What is not the product: the command line, the demo, benchmarks, and what tests run on."""
