@@ -17,7 +17,7 @@ from kda_contracts import (
 )
 from kda_contracts.spec import Contract, Rule
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 WORDS = re.sub(r"\s+", " ", PAGE)
 CONTRACTS = {x.name: x for x in vars(kda_contracts).values() if isinstance(x, Contract)}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-PATH = Path(__file__).parent.parent / "examples" / "generate.py"
+PATH = Path(__file__).parents[2] / "examples" / "generate.py"
 
 
 @pytest.fixture(scope="module")

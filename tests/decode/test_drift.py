@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support import IMPLEMENTATIONS, ON_GPU
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import drift
 
 # Most that was seen: 1.5e-7 and 4.7e-3 with a short memory; 3.1e-6 (XLA on an H200) and 2.1e-2 with a long one.

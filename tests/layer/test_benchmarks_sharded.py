@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import ON_GPU
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import sharded
 
 on_the_host = pytest.mark.skipif(ON_GPU, reason="needs several devices, at the CPU's compile times")

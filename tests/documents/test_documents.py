@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     path
     for path in sorted(ROOT.glob("**/*.md"))
@@ -44,7 +44,7 @@ def test_every_test_that_the_documents_name_exists():
     }
     defined = {
         name
-        for path in ROOT.glob("tests/test_*.py")
+        for path in ROOT.glob("tests/**/test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
     assert named
