@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from kda_jax import pools
 from kda_jax.gates import differentiable_sigmoid
 from kda_jax.sequences import owners
-from kda_jax.slots import as_int32, is_ref
-from kda_jax.transforms import ref_must_be_mapped
 
 
 def conv_decode(x, weight, pool, slots):
@@ -30,20 +29,17 @@ def conv_decode(x, weight, pool, slots):
     >>> float(y[0, 0]), pool.tolist()
     (42.0, [[[4.0]]])
     """
-    return _decode(x, weight, pool, as_int32(slots))
+    return _decode(x, weight, pool, pools.as_int32(slots))
 
 
 @jax.jit
 def _decode(x, weight, pool, slots):
-    state = pool[...] if is_ref(pool) else pool
-    if is_ref(pool):
-        slots = ref_must_be_mapped(pool, slots, x, weight)
+    state, slots = pools.opened(pool, slots, x, weight)
     S = state.shape[0]
     if S == 0:
-        return jnp.zeros_like(x), None if is_ref(pool) else state
-    live = (slots >= 0) & (slots < S)
-    # Each padded row has an index of its own behind the pool: what names no slot twice is written without atomics.
-    slots = jnp.where(live, slots, S + jnp.arange(slots.shape[0], dtype=slots.dtype))
+        return jnp.zeros_like(x), pools.unchanged(pool)
+    live = pools.inside(slots, S)
+    slots = pools.apart(slots, S)
     x = jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
     past = state.at[slots].get(mode="fill", fill_value=0)
     # Tap by tap, each an array over the channels: a GPU makes all of them, and y, in one loop.
@@ -56,10 +52,7 @@ def _decode(x, weight, pool, slots):
     y, *newest = jax.lax.optimization_barrier((y, *(tap.astype(state.dtype) for tap in taps[1:])))
     if newest:
         state = state.at[slots].set(jnp.stack(newest, axis=2), mode="drop", unique_indices=True)
-    if is_ref(pool):
-        pool[...] = state
-        return y, None
-    return y, state
+    return y, pools.closed(pool, state)
 
 
 def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
@@ -85,21 +78,18 @@ def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
     >>> y.ravel().tolist(), pool.tolist()
     ([42.0, 54.0], [[[5.0]]])
     """
-    sources = slots if sources is None else sources
-    return _prefill(x, weight, pool, as_int32(slots), as_int32(cu_seqlens), as_int32(sources))
+    indices = (pools.as_int32(x) for x in (slots, cu_seqlens, sources))
+    return _prefill(x, weight, pool, *indices)
 
 
 @jax.jit
 def _prefill(x, weight, pool, slots, cu_seqlens, sources):
-    state = pool[...] if is_ref(pool) else pool
-    if is_ref(pool):
-        slots = ref_must_be_mapped(pool, slots, x, weight, cu_seqlens, sources)
+    state, slots = pools.opened(pool, slots, x, weight, cu_seqlens, sources)
     (T, C), W, S = x.shape, weight.shape[1], state.shape[0]
     if 0 in (T, S, slots.shape[0]):
-        return jnp.zeros_like(x), None if is_ref(pool) else state
+        return jnp.zeros_like(x), pools.unchanged(pool)
     cu_seqlens = jnp.clip(cu_seqlens, 0, T)
-    live = (slots >= 0) & (slots < S)
-    sources = jnp.where(live & (sources >= 0) & (sources < S), sources, S)
+    live = pools.inside(slots, S)
     start, length = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
     owner = owners(cu_seqlens, T)
     position = jnp.arange(T, dtype=jnp.int32) - jnp.append(start, 0)[owner]
@@ -107,7 +97,7 @@ def _prefill(x, weight, pool, slots, cu_seqlens, sources):
     x = jnp.where(held, x, jnp.zeros((), x.dtype))
 
     f32, weights = jnp.float32, weight.astype(jnp.float32)
-    past = state.at[sources].get(mode="fill", fill_value=0)  # [N, C, W-1]
+    past = pools.read(state, slots, sources)  # [N, C, W-1]
     y = jnp.zeros((T, C), f32)
     for back in range(W):
         shifted = jnp.pad(x, ((back, 0), (0, 0)))[:T].astype(f32)
@@ -129,11 +119,8 @@ def _prefill(x, weight, pool, slots, cu_seqlens, sources):
     window = jnp.where(
         (at >= 0)[:, None], jnp.swapaxes(from_x, 1, 2).astype(state.dtype), from_slot
     )
-    state = state.at[jnp.where(live & (length > 0), slots, S)].set(window, mode="drop")
-    if is_ref(pool):
-        pool[...] = state
-        return y, None
-    return y, state
+    state = pools.write(state, slots, window, where=length > 0)
+    return y, pools.closed(pool, state)
 
 
 def _silu(x):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from kda_contracts import PACKED_DECODE, check
-from kda_jax import decode_xla, dispatch, slots
+from kda_jax import decode_xla, dispatch, pools
 from kda_jax.gates import Maths
 
 
@@ -108,7 +108,7 @@ def packed_decode(
     out_dtype = jnp.dtype(arrays["mixed_qkv"].dtype if out_dtype is None else out_dtype)
     if (isinstance(sizes.B, int) and sizes.B == 0) or (isinstance(sizes.S, int) and sizes.S == 0):
         out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), out_dtype)
-        return out, None if slots.is_ref(initial_state) else jnp.asarray(initial_state)
+        return out, pools.unchanged(initial_state)
     if chosen == "mosaic_gpu":
         from kda_jax.decode_mosaic_gpu import kda_packed_decode_mosaic_gpu as implement
     elif chosen == "triton":
@@ -118,8 +118,8 @@ def packed_decode(
     *operands, indices, sources = arrays.values()
     return implement(
         *operands,
-        slots.as_int32(indices),
-        None if sources is None else slots.as_int32(sources),
+        pools.as_int32(indices),
+        pools.as_int32(sources),
         sizes=sizes,
         maths=Maths(
             scale=float(sizes.K**-0.5 if scale is None else scale),

@@ -34,7 +34,7 @@ from kda_jax import gates
 from kda_jax.decode_xla import STATIC
 from kda_jax.invariants import assert_operands
 from kda_jax.mosaic import divide, to_memory
-from kda_jax.slots import is_ref
+from kda_jax.pools import is_ref
 from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mapped, unfused
 
 WARPS = 4

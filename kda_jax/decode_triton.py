@@ -16,7 +16,7 @@ from kda_jax.decode_triton_kernel import kda_update, kda_update_aliased
 from kda_jax.decode_xla import STATIC
 from kda_jax.gates import FLOAT32_MAX, NORM_EPS, Maths
 from kda_jax.invariants import assert_operands
-from kda_jax.slots import is_ref
+from kda_jax.pools import is_ref
 from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
 
 _cache_dir = os.environ.get("TRITON_CACHE_DIR")

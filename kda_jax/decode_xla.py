@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
-from kda_jax import gates
+from kda_jax import gates, pools
 from kda_jax.invariants import assert_operands
 from kda_jax.sequences import owners
-from kda_jax.slots import is_ref
-from kda_jax.transforms import ref_must_be_mapped
 
 
 def recurrence(state, q, k, v, log_decay, beta):
@@ -120,23 +118,18 @@ def _update(
     intermediate=False,
 ):
     f32, (T, HV) = jnp.float32, tokens[4].shape[1:]
-    state = (
-        pool[...] if is_ref(pool) else pool
-    )  # of a Ref, its own buffer: nothing is copied inside jit
-    S = state.shape[0]
     if cu_seqlens is not None:
-        cu_seqlens = jnp.clip(
-            cu_seqlens, 0, T
-        )  # no boundary reaches past the tokens, whatever it is
-    if is_ref(pool) and (update_state or writes is not None):
-        others = (x for x in (A_log, dt_bias, sources, cu_seqlens, writes) if x is not None)
-        slots = ref_must_be_mapped(pool, slots, *tokens, *others)
+        # No boundary reaches past the tokens, whatever it is.
+        cu_seqlens = jnp.clip(cu_seqlens, 0, T)
+    changed = update_state or writes is not None
+    others = (*tokens, A_log, dt_bias, sources, cu_seqlens, writes)
+    state, slots = pools.opened(pool, slots, *others, written=changed)
+    S = state.shape[0]
 
     # Tokens of padded sequences may hold anything: as zeros they disturb no derivative either.
-    live = (slots >= 0) & (slots < S)
-    owner = (
-        owners(cu_seqlens, T) if cu_seqlens is not None else None
-    )  # of each token: its sequence, N for none
+    live = pools.inside(slots, S)
+    # Of each token: its sequence, N for none.
+    owner = owners(cu_seqlens, T) if cu_seqlens is not None else None
     live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
     q, k, v, a, b = tokens
@@ -148,17 +141,12 @@ def _update(
         a, b, A_log[None, None], dt_bias[None, None], maths, differentiable=True
     )
 
-    sources = jnp.where(live, slots if sources is None else sources, S)
-    sources = jnp.where(
-        (sources >= 0) & (sources < S), sources, S
-    )  # on the high side: a negative index would wrap
-    before = (
-        state.at[sources].get(mode="fill", fill_value=0).astype(f32)
-    )  # outside the pool: a zero state
+    before = pools.read(state, slots, sources).astype(f32)
 
     def step(states, token):
         out, after = recurrence(states, *token)
-        after = after.astype(state.dtype)  # rounded after every token, as so many calls would
+        # Rounded after every token, as in that many one-token calls.
+        after = after.astype(state.dtype)
         return after.astype(f32), (out, after if intermediate or writes is not None else None)
 
     def step_of_owner(states, token):
@@ -182,16 +170,11 @@ def _update(
     if seen is not None:
         seen = jnp.where(_spread(live_tokens, seen), seen, jnp.zeros((), seen.dtype))
     if writes is not None:
-        writes = jnp.where(live_tokens & (writes >= 0) & (writes < S), writes, S)
-        state = state.at[writes].set(seen, mode="drop")
+        state = pools.write(state, writes, seen, where=live_tokens)
     if update_state:
-        written = live if cu_seqlens is None else live & (cu_seqlens[1:] > cu_seqlens[:-1])
-        state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
-    if is_ref(pool):
-        if update_state or writes is not None:
-            pool[...] = state
-        return out, None, seen if intermediate else None
-    return out, state, seen if intermediate else None
+        holds_tokens = True if cu_seqlens is None else cu_seqlens[1:] > cu_seqlens[:-1]
+        state = pools.write(state, slots, after.astype(state.dtype), where=holds_tokens)
+    return out, pools.closed(pool, state, written=changed), seen if intermediate else None
 
 
 def _spread(mask, x):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from kda_contracts import CHUNK_KDA, PACKED_DECODE, ContractError, Sizes, check
-from kda_jax.slots import is_ref
+from kda_jax.pools import is_ref
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
 KERNELS = ("mosaic_gpu", "triton")

@@ -5,13 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
-from kda_jax import dispatch, gates
+from kda_jax import dispatch, gates, pools
 from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import owners
-from kda_jax.slots import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 FEWEST_ROWS = 8  # of a step: a layer's weights times one row took an H200 143 us, as sums, and times 8 rows 40
@@ -53,13 +52,13 @@ def kda_decode(
     """
     local = _local(config, params)
     sizes = _judge(LAYER_DECODE, params, cache, local, x=x, slots=slots)
-    B, slots = x.shape[0], as_int32(slots)
+    B, slots = x.shape[0], pools.as_int32(slots)
     # The kernels pass over padded rows, whatever they hold; XLA's gather and derivatives do not.
     by_kernel = dispatch.choose(implementation, sizes, cache.state) != "xla"
     if by_kernel and isinstance(B, int) and B < FEWEST_ROWS:
         x = jnp.pad(x, ((0, FEWEST_ROWS - B), (0, 0)))
         slots = jnp.pad(slots, (0, FEWEST_ROWS - B), constant_values=-1)
-    live = (slots >= 0) & (slots < sizes.S)
+    live = pools.inside(slots, sizes.S)
     x = x if by_kernel else _masked(x, live)
     mixed_qkv, conv = conv_decode(_project(params, x), _kernels(params), cache.conv, slots)
     out, state = packed_decode(
@@ -121,7 +120,7 @@ def kda_prefill(
     local = _local(config, params)
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh)
     sizes = _judge(LAYER_PREFILL, params, cache, local, **operands)
-    tokens, slots, cu_seqlens = x.shape[0], as_int32(slots), as_int32(cu_seqlens)
+    tokens, slots, cu_seqlens = x.shape[0], pools.as_int32(slots), pools.as_int32(cu_seqlens)
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, state=cache.state)
     if dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, operands) != "xla":
@@ -131,7 +130,7 @@ def kda_prefill(
         cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into the padding
         x = jnp.pad(x, ((0, -tokens % ALIGNED), (0, 0)))
     T = x.shape[0]
-    live = jnp.append((slots >= 0) & (slots < sizes.S), False)[owners(cu_seqlens, T)]
+    live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)
     mixed, conv = conv_prefill(
         _project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources

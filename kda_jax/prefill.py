@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kda_contracts import CHUNK_KDA, Sizes, check
-from kda_jax import dispatch, prefill_xla
+from kda_jax import dispatch, pools, prefill_xla
 from kda_jax.invariants import assert_operands
-from kda_jax.slots import as_int32, is_ref
-from kda_jax.transforms import ref_must_be_mapped, with_transforms_of
+from kda_jax.transforms import with_transforms_of
 
 
 def chunk_kda(
@@ -96,13 +95,13 @@ def chunk_kda(
     out_dtype = jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype)
     if 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
         out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)
-        return out, None if is_ref(initial_state) else jnp.asarray(arrays["initial_state"])
+        return out, pools.unchanged(initial_state)
     return kda_chunk(
         *tensors,
         pool,
-        as_int32(slots),
-        None if sources is None else as_int32(sources),
-        None if cu_seqlens is None else as_int32(cu_seqlens),
+        pools.as_int32(slots),
+        pools.as_int32(sources),
+        pools.as_int32(cu_seqlens),
         sizes=sizes,
         scale=float(sizes.K**-0.5 if scale is None else scale),
         use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
@@ -133,17 +132,10 @@ def kda_chunk(
 ):
     """`kda_jax.chunk_kda` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
     assert_operands(CHUNK_KDA, sizes, q, k, v, log_decay, beta, pool, slots, sources, cu_seqlens)
-    S = sizes.S
-    state = pool[...] if is_ref(pool) else pool
-    if is_ref(pool):
-        others = (x for x in (sources, cu_seqlens) if x is not None)
-        slots = ref_must_be_mapped(pool, slots, q, k, v, log_decay, beta, *others)
-    live = (slots >= 0) & (slots < S)
-    sources = jnp.where(live, slots if sources is None else sources, S)
-    sources = jnp.where(
-        (sources >= 0) & (sources < S), sources, S
-    )  # on the high side: a negative index would wrap
-    start = state.at[sources].get(mode="fill", fill_value=0).astype(jnp.float32)
+    tensors = (q, k, v, log_decay, beta)
+    state, slots = pools.opened(pool, slots, *tensors, sources, cu_seqlens)
+    live = pools.inside(slots, sizes.S)
+    start = pools.read(state, slots, sources).astype(jnp.float32)
 
     options = dict(sizes=sizes, scale=scale, use_qk_l2norm=use_qk_l2norm, out_dtype=out_dtype)
     chunks_and_states = functools.partial(prefill_xla.chunks_and_states, **options)
@@ -152,13 +144,10 @@ def kda_chunk(
 
         kernels = functools.partial(prefill_mosaic_gpu.chunks_and_states, **options)
         chunks_and_states = with_transforms_of(chunks_and_states, kernels)
-    out, after = chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens)
-    written = live
+    out, after = chunks_and_states(*tensors, start, live, cu_seqlens)
+    written = True
     if cu_seqlens is not None:
         bounds = jnp.clip(cu_seqlens, 0, sizes.T)
-        written = live & (bounds[1:] > bounds[:-1])
-    state = state.at[jnp.where(written, slots, S)].set(after.astype(state.dtype), mode="drop")
-    if is_ref(pool):
-        pool[...] = state
-        return out, None
-    return out, state
+        written = bounds[1:] > bounds[:-1]
+    state = pools.write(state, slots, after.astype(state.dtype), where=written)
+    return out, pools.closed(pool, state)

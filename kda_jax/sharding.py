@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kda_contracts import ContractError
 from kda_jax.layer import kda_decode, kda_prefill
-from kda_jax.slots import as_int32
+from kda_jax.pools import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 

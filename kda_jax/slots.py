@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
-from kda_jax.transforms import ref_must_be_mapped
+from kda_jax import pools
 
 
 def validate_slots(indices, num_slots, source_indices=None):
@@ -115,21 +115,13 @@ def clear_slots(pool, indices):
             f"kda_jax.clear_slots: the pool must be one array led by S (got {type(pool).__name__}); "
             "layers' pools in a list are cleared one by one"
         )
-    return _clear(pool, as_int32(_signed("clear_slots", indices)))
+    return _clear(pool, pools.as_int32(_signed("clear_slots", indices)))
 
 
 @jax.jit
 def _clear(pool, slots):
-    state = pool[...] if is_ref(pool) else jnp.asarray(pool)
-    if is_ref(pool):
-        slots = ref_must_be_mapped(pool, slots)
-    S = state.shape[0]
-    slots = jnp.where((slots >= 0) & (slots < S), slots, S)  # a negative index would wrap
-    state = state.at[slots].set(jnp.zeros((), state.dtype), mode="drop")
-    if is_ref(pool):
-        pool[...] = state
-        return None
-    return state
+    state, slots = pools.opened(pool, slots)
+    return pools.closed(pool, pools.write(state, slots, jnp.zeros((), state.dtype)))
 
 
 def _signed(name, indices):
@@ -161,17 +153,3 @@ def _integers(indices):
             f"kda_jax.validate_slots takes [B] integers (got {indices.shape} {indices.dtype})"
         )
     return indices.tolist()
-
-
-def as_int32(indices):
-    """Slots as int32, judged before they are narrowed: what int32 cannot hold becomes a padded row, never slot 0."""
-    if isinstance(indices, np.ndarray):
-        return np.clip(indices.astype(np.int64), -1, np.iinfo(np.int32).max).astype(np.int32)
-    if indices.dtype.itemsize > 4:
-        indices = jnp.clip(indices, -1, np.iinfo(np.int32).max)
-    return indices.astype(jnp.int32)
-
-
-def is_ref(x):
-    """Whether the pool came as a `jax.Ref` (to be mutated) and not as an array."""
-    return isinstance(x, jax.Ref)

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError, check
-from kda_jax import decode_xla, dispatch
+from kda_jax import decode_xla, dispatch, pools
 from kda_jax.gates import Maths
-from kda_jax.slots import as_int32, is_ref
-from kda_jax.transforms import ref_must_be_mapped
 
 
 def fused_sigmoid_gating_kda_update(
@@ -230,26 +228,19 @@ def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
     arrays = dispatch.without_layout(arrays)
     check(COMMIT, **arrays)
     dispatch.refuse_what_holds_no_values(COMMIT, arrays)
-    indices = (None if x is None else as_int32(x) for x in list(arrays.values())[2:])
+    indices = map(pools.as_int32, list(arrays.values())[2:])
     return _commit(pool, arrays["intermediate"], *indices)
 
 
 @jax.jit
 def _commit(pool, intermediate, slots, accepted, cu_seqlens):
-    state = pool[...] if is_ref(pool) else jnp.asarray(pool)
-    if is_ref(pool):
-        others = (intermediate, accepted, *(() if cu_seqlens is None else (cu_seqlens,)))
-        slots = ref_must_be_mapped(pool, slots, *others)
+    state, slots = pools.opened(pool, slots, intermediate, accepted, cu_seqlens)
     S, (B, T) = state.shape[0], intermediate.shape[:2]
     if 0 not in (B, T, S):
         last, within = _last_accepted(accepted, (B, T), cu_seqlens)
-        advanced = (slots >= 0) & (slots < S) & within
         states = intermediate.reshape(B * T, *state.shape[1:])[last].astype(state.dtype)
-        state = state.at[jnp.where(advanced, slots, S)].set(states, mode="drop")
-    if is_ref(pool):
-        pool[...] = state
-        return None
-    return state
+        state = pools.write(state, slots, states, where=within)
+    return pools.closed(pool, state)
 
 
 def _run(contract, operands, draft, options, gate, *, out_dtype, implementation):
@@ -282,19 +273,21 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         A_log, dt_bias, q, k, v, a, b = tensors
     out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
     shape = pool.shape
-    if is_ref(pool) and len(shape) == 1:
+    if pools.is_ref(pool) and len(shape) == 1:
         raise ContractError(
             f"{contract.name}: `{contract.pool}` may be flat as an array only: make the Ref 4-D"
         )
     if 0 in (B, T, sizes.N, sizes.S, V):
         out = jnp.zeros((B, T, HV, V), out_dtype)
         states = jnp.zeros((B, T, HV, V, K), pool.dtype)
-        pool = None if is_ref(pool) else jnp.asarray(pool)
+        pool = pools.unchanged(pool)
         return (out, pool, states) if returned else (out, pool)
-    indices = as_int32(indices)
-    cu_seqlens, writes = (x if x is None else as_int32(x) for x in (cu_seqlens, writes))
+    indices = pools.as_int32(indices)
+    cu_seqlens, writes = map(pools.as_int32, (cu_seqlens, writes))
     sources = (
-        None if accepted is None else _accepted(as_int32(accepted), indices, writes, cu_seqlens)
+        None
+        if accepted is None
+        else _accepted(pools.as_int32(accepted), indices, writes, cu_seqlens)
     )
     if chosen == "mosaic_gpu":
         from kda_jax.decode_mosaic_gpu import kda_update_mosaic_gpu as implement
@@ -310,7 +303,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         jnp.reshape(b, (B, T, HV)),
         jnp.zeros(HV, jnp.float32) if A_log is None else jnp.reshape(A_log, HV),
         jnp.zeros(HV * K, jnp.float32) if dt_bias is None else jnp.reshape(dt_bias, HV * K),
-        pool if is_ref(pool) else jnp.reshape(pool, (sizes.S, HV, V, K)),
+        pool if pools.is_ref(pool) else jnp.reshape(pool, (sizes.S, HV, V, K)),
         indices,
         sources,
         cu_seqlens,

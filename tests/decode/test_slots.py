@@ -7,7 +7,7 @@ import pytest
 
 import kda_jax
 from kda_contracts import ContractError
-from kda_jax.slots import as_int32
+from kda_jax.pools import as_int32
 
 
 @pytest.mark.parametrize(
