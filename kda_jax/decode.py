@@ -1,10 +1,11 @@
 """packed_decode: the public op. Contract first, then the choice of an implementation, then the call."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
-from kda_contracts import PACKED_DECODE, check
-from kda_jax import decode_xla, dispatch, pools
-from kda_jax.gates import Maths
+from kda_contracts import PACKED_DECODE
+from kda_jax import call, dispatch, pools
 
 
 def packed_decode(
@@ -87,44 +88,45 @@ def packed_decode(
     >>> out.ravel().tolist(), pool[2, 0].tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
-    arrays = dispatch.without_layout(
-        dict(
-            mixed_qkv=mixed_qkv,
-            a=a,
-            b=b,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            initial_state=initial_state,
-            ssm_state_indices=ssm_state_indices,
-            source_indices=source_indices,
-        )
+    arrays = dict(
+        mixed_qkv=mixed_qkv,
+        a=a,
+        b=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        ssm_state_indices=ssm_state_indices,
+        source_indices=source_indices,
     )
-    options = dict(scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
-    sizes = check(
-        PACKED_DECODE, **arrays, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options
+    gate = dict(
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        lower_bound=lower_bound,
     )
-    dispatch.refuse_what_holds_no_values(PACKED_DECODE, arrays)
+    arrays, sizes = call.taken(PACKED_DECODE, arrays, **gate, out_dtype=out_dtype)
     chosen = dispatch.choose(implementation, sizes, initial_state)
-    out_dtype = jnp.dtype(arrays["mixed_qkv"].dtype if out_dtype is None else out_dtype)
-    if (isinstance(sizes.B, int) and sizes.B == 0) or (isinstance(sizes.S, int) and sizes.S == 0):
-        out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), out_dtype)
-        return out, pools.unchanged(initial_state)
-    if chosen == "mosaic_gpu":
-        from kda_jax.decode_mosaic_gpu import kda_packed_decode_mosaic_gpu as implement
-    elif chosen == "triton":
-        from kda_jax.decode_triton import kda_packed_decode_triton as implement
-    else:
-        implement = decode_xla.kda_packed_decode_xla
-    *operands, indices, sources = arrays.values()
-    return implement(
-        *operands,
-        pools.as_int32(indices),
-        pools.as_int32(sources),
-        sizes=sizes,
-        maths=Maths(
-            scale=float(sizes.K**-0.5 if scale is None else scale),
-            use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
-            lower_bound=None if lower_bound is None else float(lower_bound),
-        ),
-        out_dtype=out_dtype,
+    row, pool = arrays["mixed_qkv"], arrays["initial_state"]
+    static = call.Static(
+        op="kda_packed_decode",
+        sizes=dataclasses.replace(sizes, T=1, N=sizes.B),
+        maths=call.maths_of(sizes.K, **gate),
+        out_dtype=jnp.dtype(row.dtype if out_dtype is None else out_dtype),
+        packed=True,
     )
+    if static.empty:
+        out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), static.out_dtype)
+        return out, pools.unchanged(pool)
+    operands = call.Operands(
+        q=row,
+        k=row,
+        v=row,
+        a=arrays["a"],
+        b=arrays["b"],
+        A_log=arrays["A_log"],
+        dt_bias=arrays["dt_bias"],
+        pool=pool,
+        slots=pools.as_int32(arrays["ssm_state_indices"]),
+        sources=pools.as_int32(arrays["source_indices"]),
+    )
+    out, state, _ = dispatch.run(chosen, operands, static)
+    return out, state

@@ -20,7 +20,8 @@ memory with the values; and a lane takes all four chunks of a `fold`ed row, whic
 import functools
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import chex
 import jax
@@ -29,12 +30,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
+from kda_contracts import Sizes
 from kda_jax import gates
-from kda_jax.decode_xla import STATIC
-from kda_jax.invariants import assert_operands
+from kda_jax.call import Operands, Static, implementation
 from kda_jax.mosaic import divide, to_memory
-from kda_jax.pools import is_ref
+from kda_jax.pools import closed, is_ref
 from kda_jax.transforms import inference_only, pool_as_mapped, ref_must_be_mapped, unfused
 
 WARPS = 4
@@ -173,12 +173,10 @@ def _power_below(n):
 def _body(
     refs,  # by name; K as [chunks, *chunk_shape] in q, k, a, dt_bias, pool and intermediate
     *,
-    sizes,
-    columns,  # where q, k and v begin in their rows
+    static,
     config,
-    maths,
-    update_state,
 ):
+    sizes, maths = static.sizes, static.maths
     H, HV, K, V, T, S = sizes.H, sizes.HV, sizes.K, sizes.V, sizes.T, sizes.S
     pool, out, writes, intermediate = (
         refs["pool"],
@@ -189,7 +187,7 @@ def _body(
     f32 = jnp.float32
     chunk = math.prod(config.chunk_shape)
     chunks = K // chunk
-    q_start, k_start, v_start = columns
+    q_start, k_start, v_start = static.columns
     piece_shape = (config.step_rows, *config.piece_shape)
     layout = config.layout
     key_layout, value_layout = layout.reduce(0), _of_rows(layout, len(piece_shape))
@@ -258,7 +256,7 @@ def _body(
         return lax.cond((source >= 0) & (source < S), lambda: of(source), no_state)
 
     def store_state(start, state):
-        if update_state:
+        if static.update_state:
             store(state, pool, slot, head, rows(start))
 
     def total(terms):
@@ -430,160 +428,62 @@ def _values_layout(rows):
     return plgpu.Layout.TILED(plgpu.Tiling(((WARPS, lanes), (1,))), (-3,), (*copies, -2), -1)
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "maths", "out_dtype", "config"))
-def kda_packed_decode_mosaic_gpu(
-    mixed_qkv,  # [B, 2*H*K + HV*V]
-    a,  # [B, HV*K]
-    b,  # [B, HV]
-    A_log,  # [HV]
-    dt_bias,  # [HV*K]
-    pool,  # [S, HV, V, K], an array or a Ref
-    slots,  # [B] int32
-    sources=None,  # [B] int32
-    *,
-    sizes: Sizes,
-    maths: gates.Maths,
-    out_dtype,
-    config: Config | None = None,
-):
-    """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    assert_operands(PACKED_DECODE, sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
-    operands = dict(
-        q=mixed_qkv, k=mixed_qkv, v=mixed_qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, slots=slots
-    )
-    out, pool, _ = _launch(
-        operands | {"sources": sources},
-        pool,
-        sizes=replace(sizes, T=1, N=sizes.B),
-        columns=(0, sizes.H * sizes.K, 2 * sizes.H * sizes.K),
-        maths=maths,
-        out_dtype=out_dtype,
-        config=config,
-        name="kda_packed_decode",
-    )
-    return out.reshape(sizes.B, 1, sizes.HV, sizes.V), pool
-
-
-@functools.partial(jax.jit, static_argnames=(*STATIC, "config"))
-def kda_update_mosaic_gpu(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]
-    a,  # [B, T, HV*K]
-    b,  # [B, T, HV]
-    A_log,  # [HV]
-    dt_bias,  # [HV*K]
-    pool,  # [S, HV, V, K], an array or a Ref
-    slots,  # [N] int32
-    sources=None,  # [N] int32
-    cu_seqlens=None,  # [N+1] int32
-    writes=None,  # [B, T] int32
-    *,
-    sizes: Sizes,
-    maths: gates.Maths,
-    out_dtype,
-    update_state=True,
-    intermediate=False,
-    config: Config | None = None,
-):
-    """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
-    assert_operands(
-        KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes
-    )
-    B, T, HV = b.shape
-    flat = {
-        name: x.reshape(B * T, math.prod(x.shape[2:]))
-        for name, x in dict(q=q, k=k, v=v, a=a, b=b).items()
-    }
-    out, pool, states = _launch(
-        flat
-        | dict(A_log=A_log, dt_bias=dt_bias, slots=slots, sources=sources, cu_seqlens=cu_seqlens)
-        | dict(writes=None if writes is None else writes.reshape(-1)),
-        pool,
-        sizes=sizes,
-        columns=(0, 0, 0),
-        maths=maths,
-        out_dtype=out_dtype,
-        config=config,
-        name="kda_update",
-        update_state=update_state,
-        intermediate=intermediate,
-    )
-    out = out.reshape(B, T, HV, sizes.V)
-    return out, pool, None if states is None else states.reshape(*out.shape, sizes.K)
-
-
-def _launch(
-    operands,
-    pool,
-    *,
-    sizes,
-    columns,
-    maths,
-    out_dtype,
-    config,
-    name,
-    update_state=True,
-    intermediate=False,
-):
-    """`(out [B*T, HV, V], pool, intermediate [B*T, HV, V, K] or None)` of operands by name; None is left out."""
-    operands = {
+def _launch(operands: Operands, *, static: Static, config: Config | None = None):
+    """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref."""
+    sizes, pool = static.sizes, operands.pool
+    arrays: dict[str, Any] = {
         name: inference_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for name, x in operands.items()
-        if x is not None
+        for name, x in vars(operands).items()
+        if x is not None and name != "pool"
     }
+    for name in ("q", "k", "v", "a", "b"):
+        x = arrays[name]
+        arrays[name] = x.reshape(sizes.B * sizes.T, math.prod(x.shape[2:]))
+    if "writes" in arrays:
+        arrays["writes"] = arrays["writes"].reshape(-1)
     HV, K, V = sizes.HV, sizes.K, sizes.V
-    rows, tokens = operands["slots"].shape[0], operands["a"].shape[0]
-    several_tokens = sizes.T > 1 or "cu_seqlens" in operands
+    rows, tokens = arrays["slots"].shape[0], arrays["a"].shape[0]
+    several_tokens = sizes.T > 1 or "cu_seqlens" in arrays
     config = config or choose_config(sizes, pool.dtype, several_tokens)
     chex.assert_is_divisible(V, config.tile_rows)
     chex.assert_is_divisible(K, config.lanes * config.vector)
     if config.fold and not several_tokens:
         raise ValueError(f"{config=} folds rows, which one token's kernel does not")
     chunk = math.prod(config.chunk_shape)
-    in_chunks = (
-        K // chunk,
-        *config.chunk_shape,
-    )  # K: reshaped here, since Pallas's interpreter reshapes no Ref
-    for name in operands.keys() & {"q", "k", "a", "dt_bias"}:
-        x = operands[name]
+    # K: reshaped here, since Pallas's interpreter reshapes no Ref.
+    in_chunks = (K // chunk, *config.chunk_shape)
+    for name in ("q", "k", "a", "dt_bias"):
+        x = arrays[name]
         whole = x.shape[-1] // chunk  # of mixed_qkv the last value heads may not fill a chunk
-        operands[name] = x[..., : whole * chunk].reshape(*x.shape[:-1], whole, *config.chunk_shape)
+        arrays[name] = x[..., : whole * chunk].reshape(*x.shape[:-1], whole, *config.chunk_shape)
 
-    written = update_state or "writes" in operands
+    written = static.update_state or "writes" in arrays
     if is_ref(pool):
         if written:
-            operands["slots"] = ref_must_be_mapped(pool, *_slots_first(operands))
+            arrays["slots"] = ref_must_be_mapped(pool, *_slots_first(arrays))
         state = pool[...]  # the Ref's own buffer: nothing is copied inside jit
     else:
         state = inference_only(pool)
-        state = pool_as_mapped(state, *operands.values()) if written else state
+        state = pool_as_mapped(state, *arrays.values()) if written else state
     state = unfused(state.reshape(*state.shape[:-1], *in_chunks))
     ref = jax.new_ref(state) if written else state
-    shapes = {"out": jax.ShapeDtypeStruct((tokens, HV, V), out_dtype)}
-    if intermediate:
+    shapes = {"out": jax.ShapeDtypeStruct((tokens, HV, V), static.out_dtype)}
+    if static.intermediate:
         shapes["intermediate"] = jax.ShapeDtypeStruct((tokens, HV, V, *in_chunks), pool.dtype)
     scratch = {}
     if several_tokens:
         if tokens < WARPS:  # the gates are computed for so many at once
             for name in "qkvab":
-                pad = [(0, WARPS - tokens)] + [(0, 0)] * (operands[name].ndim - 1)
-                operands[name] = jnp.pad(operands[name], pad)
+                pad = [(0, WARPS - tokens)] + [(0, 0)] * (arrays[name].ndim - 1)
+                arrays[name] = jnp.pad(arrays[name], pad)
         scratch["vectors"] = plgpu.SMEM((WARPS, 3, *in_chunks), jnp.float32)  # q, k and the decay
         scratch["numbers"] = plgpu.SMEM((2, WARPS), jnp.float32)  # k . q and beta
         scratch["values"] = plgpu.SMEM((WARPS, config.tile_rows), jnp.float32)
-    names = (*operands, "pool", *shapes, *scratch)
+    names = (*arrays, "pool", *shapes, *scratch)
 
     def body(*refs):
         body_refs = dict(zip(names, refs, strict=True))
-        _body(
-            body_refs,
-            sizes=sizes,
-            columns=columns,
-            config=config,
-            maths=maths,
-            update_state=update_state,
-        )
+        _body(body_refs, static=static, config=config)
 
     results = plgpu.kernel(
         body,
@@ -591,18 +491,23 @@ def _launch(
         grid=(rows * HV * (V // config.tile_rows),),
         grid_names=("block",),
         scratch_types=list(scratch.values()),
-        kernel_name=name,  # what profilers show
+        kernel_name=static.op,  # what profilers show
         # No automatic barriers: each lane stores exactly the elements of the pool that it loaded, and reads nothing
         # else of global memory that is written; shared memory has its barriers in many_tokens.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*unfused(tuple(operands.values())), ref)
+    )(*unfused(tuple(arrays.values())), ref)
     state, results = unfused((jax.freeze(ref) if written else state, results))
     results = dict(zip(shapes, results, strict=True))
     state = state.reshape(*state.shape[:3], K)
-    if is_ref(pool) and written:
-        pool[...] = state
-    return results["out"], None if is_ref(pool) else state, results.get("intermediate")
+    out = results["out"].reshape(sizes.B, sizes.T, HV, V)
+    states = results.get("intermediate")
+    states = None if states is None else states.reshape(*out.shape, K)
+    return out, closed(pool, state, written=written), states
 
 
-def _slots_first(operands):
-    return operands["slots"], *(x for name, x in operands.items() if name != "slots")
+def _slots_first(arrays):
+    return arrays["slots"], *(x for name, x in arrays.items() if name != "slots")
+
+
+kda_packed_decode_mosaic_gpu = implementation(_launch, "kda_packed_decode_mosaic_gpu")
+kda_update_mosaic_gpu = implementation(_launch, "kda_update_mosaic_gpu")

@@ -6,17 +6,17 @@ conventions.
 
 import functools
 import inspect
+import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 
-from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
+from kda_contracts import Sizes
+from kda_jax.call import Operands, Static, implementation
 from kda_jax.decode_triton_kernel import kda_update, kda_update_aliased
-from kda_jax.decode_xla import STATIC
-from kda_jax.gates import FLOAT32_MAX, NORM_EPS, Maths
-from kda_jax.invariants import assert_operands
-from kda_jax.pools import is_ref
+from kda_jax.gates import FLOAT32_MAX, NORM_EPS
+from kda_jax.pools import closed, is_ref
 from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
 
 _cache_dir = os.environ.get("TRITON_CACHE_DIR")
@@ -103,97 +103,18 @@ def _call(operands, pool, out_types, *, written, grid, num_warps, **constants):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "maths", "out_dtype", "config"))
-def kda_packed_decode_triton(
-    mixed_qkv,  # [B, 2*H*K + HV*V]
-    a,  # [B, HV*K]
-    b,  # [B, HV]
-    A_log,  # [HV]
-    dt_bias,  # [HV*K]
-    pool,  # [S, HV, V, K], an array or a Ref
-    slots,  # [B] int32
-    sources=None,  # [B] int32
-    *,
-    sizes: Sizes,
-    maths: Maths,
-    out_dtype,
-    config: Config | None = None,
-):
-    """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    assert_operands(PACKED_DECODE, sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
-    width, keys = mixed_qkv.shape[1], sizes.H * sizes.K
-    out, pool, _ = _launch(
-        (mixed_qkv, mixed_qkv, mixed_qkv, a, b, A_log, dt_bias),
-        (slots, sources, None, None),
-        pool,
-        sizes=replace(sizes, T=1, N=sizes.B),
-        columns=dict(q_stride=width, v_stride=width, k_start=keys, v_start=2 * keys),
-        maths=maths,
-        out_type=jax.ShapeDtypeStruct((sizes.B, 1, sizes.HV, sizes.V), out_dtype),
-        config=config,
-    )
-    return out, pool
-
-
-@functools.partial(jax.jit, static_argnames=(*STATIC, "config"))
-def kda_update_triton(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]
-    a,  # [B, T, HV*K]
-    b,  # [B, T, HV]
-    A_log,  # [HV]
-    dt_bias,  # [HV*K]
-    pool,  # [S, HV, V, K], an array or a Ref
-    slots,  # [N] int32
-    sources=None,  # [N] int32
-    cu_seqlens=None,  # [N+1] int32
-    writes=None,  # [B, T] int32
-    *,
-    sizes: Sizes,
-    maths: Maths,
-    out_dtype,
-    update_state=True,
-    intermediate=False,
-    config: Config | None = None,
-):
-    """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
-    assert_operands(
-        KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes
-    )
-    return _launch(
-        (q, k, v, a, b, A_log, dt_bias),
-        (slots, sources, cu_seqlens, writes),
-        pool,
-        sizes=sizes,
-        columns=dict(q_stride=sizes.H * sizes.K, v_stride=sizes.HV * sizes.V, k_start=0, v_start=0),
-        maths=maths,
-        out_type=jax.ShapeDtypeStruct(v.shape, out_dtype),
-        config=config,
-        update_state=update_state,
-        intermediate=intermediate,
-    )
-
-
-def _launch(
-    operands,
-    indices,
-    pool,
-    *,
-    sizes,
-    columns,
-    maths,
-    out_type,
-    config,
-    update_state=True,
-    intermediate=False,
-):
-    """`(out, pool, intermediate or None)`; an index array that is None is not looked at."""
+def _launch(operands: Operands, *, static: Static, config: Config | None = None):
+    """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref."""
+    sizes, pool, slots = static.sizes, operands.pool, operands.slots
     HV, K, V = sizes.HV, sizes.K, sizes.V
-    slots, sources, cu_seqlens, writes = indices
-    written = update_state or writes is not None
+    floats = tuple(getattr(operands, x) for x in ("q", "k", "v", "a", "b", "A_log", "dt_bias"))
+    indices = (slots, operands.sources, operands.cu_seqlens, operands.writes)
+    _, k_start, v_start = static.columns
+    written = static.update_state or operands.writes is not None
     config = config or choose_config(sizes)
-    states_shape = (*out_type.shape, K) if intermediate else (1,)
+    out_shape = (sizes.B, sizes.T, HV, V)
+    out_type = jax.ShapeDtypeStruct(out_shape, static.out_dtype)
+    states_shape = (*out_shape, K) if static.intermediate else (1,)
     call = functools.partial(
         _call,
         out_types=(out_type, jax.ShapeDtypeStruct(states_shape, pool.dtype)),
@@ -209,25 +130,32 @@ def _launch(
         V=V,
         BK=_power_of_two(K),
         BV=config.tile_rows,
-        **columns,
-        **vars(maths),
-        has_sources=sources is not None,
-        varlen=cu_seqlens is not None,
-        has_writes=writes is not None,
-        update_state=update_state,
-        intermediate=intermediate,
+        q_stride=math.prod(operands.q.shape[2:]),
+        v_stride=math.prod(operands.v.shape[2:]),
+        k_start=k_start,
+        v_start=v_start,
+        **vars(static.maths),
+        has_sources=operands.sources is not None,
+        varlen=operands.cu_seqlens is not None,
+        has_writes=operands.writes is not None,
+        update_state=static.update_state,
+        intermediate=static.intermediate,
         largest=FLOAT32_MAX,
         epsilon=NORM_EPS,
     )
-    operands = unfused((*inference_only(operands), *(slots if x is None else x for x in indices)))
+    # An index array that is None is not looked at.
+    arrays = unfused((*inference_only(floats), *(slots if x is None else x for x in indices)))
     if is_ref(pool):
         if written:
-            refuse_vmap_of_ref(pool, *operands)
+            refuse_vmap_of_ref(pool, *arrays)
         # The Ref's own buffer: nothing is copied inside jit.
-        out, states, state = unfused(call(operands, unfused(pool[...])))
-        if written:
-            pool[...] = state
-        return out, None, states if intermediate else None
-    one = loop_over_mapped(lambda pool, *rest: call(rest, pool))
-    out, states, state = unfused(one(unfused(inference_only(pool)), *operands))
-    return out, state, states if intermediate else None
+        out, states, state = unfused(call(arrays, unfused(pool[...])))
+    else:
+        one = loop_over_mapped(lambda pool, *rest: call(rest, pool))
+        out, states, state = unfused(one(unfused(inference_only(pool)), *arrays))
+    state = closed(pool, state, written=written)
+    return out, state, states if static.intermediate else None
+
+
+kda_packed_decode_triton = implementation(_launch, "kda_packed_decode_triton")
+kda_update_triton = implementation(_launch, "kda_update_triton")

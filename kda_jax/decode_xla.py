@@ -1,13 +1,10 @@
 """The op in plain JAX: what it means, and what runs where no kernel can."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from kda_contracts import KDA_UPDATE, PACKED_DECODE, Sizes
 from kda_jax import gates, pools
-from kda_jax.invariants import assert_operands
+from kda_jax.call import Operands, Static, implementation
 from kda_jax.sequences import owners
 
 
@@ -31,97 +28,17 @@ def recurrence(state, q, k, v, log_decay, beta):
     return (state * q[..., None, :]).sum(-1), state
 
 
-STATIC = ("sizes", "maths", "out_dtype", "update_state", "intermediate")
-
-
-@functools.partial(jax.jit, static_argnames=("sizes", "maths", "out_dtype"))
-def kda_packed_decode_xla(
-    mixed_qkv,  # [B, 2*H*K + HV*V]
-    a,  # [B, HV*K]
-    b,  # [B, HV]
-    A_log,  # [HV]
-    dt_bias,  # [HV*K]
-    pool,  # [S, HV, V, K], an array or a Ref
-    slots,  # [B] int32
-    sources=None,  # [B] int32
-    *,
-    sizes: Sizes,
-    maths: gates.Maths,
-    out_dtype,
-):
-    """`kda_jax.packed_decode` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    B, H, HV, K, V = sizes.B, sizes.H, sizes.HV, sizes.K, sizes.V
-    assert_operands(PACKED_DECODE, sizes, mixed_qkv, a, b, A_log, dt_bias, pool, slots, sources)
-    qk, v = jnp.split(mixed_qkv, [2 * H * K], axis=1)
-    q, k = jnp.moveaxis(qk.reshape(B, 2, 1, H, K), 1, 0)
-    tokens = q, k, v.reshape(B, 1, HV, V), a.reshape(B, 1, HV, K), b.reshape(B, 1, HV)
-    out, pool, _ = _update(
-        tokens, A_log, dt_bias, pool, slots, sources, maths=maths, out_dtype=out_dtype
-    )
-    return out, pool
-
-
-@functools.partial(jax.jit, static_argnames=STATIC)
-def kda_update_xla(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]
-    a,  # [B, T, HV*K]
-    b,  # [B, T, HV]
-    A_log,  # [HV]
-    dt_bias,  # [HV*K]
-    pool,  # [S, HV, V, K], an array or a Ref
-    slots,  # [N] int32
-    sources=None,  # [N] int32
-    cu_seqlens=None,  # [N+1] int32
-    writes=None,  # [B, T] int32
-    *,
-    sizes: Sizes,
-    maths: gates.Maths,
-    out_dtype,
-    update_state=True,
-    intermediate=False,
-):
-    """`kda_jax.fused_sigmoid_gating_kda_update` after its contract: `(out, pool, intermediate)`, the last or None."""
-    assert_operands(
-        KDA_UPDATE, sizes, A_log, dt_bias, q, k, v, a, b, pool, slots, cu_seqlens, writes
-    )
-    return _update(
-        (q, k, v, a.reshape(*b.shape, sizes.K), b),
-        A_log,
-        dt_bias,
-        pool,
-        slots,
-        sources,
-        cu_seqlens,
-        writes,
-        maths=maths,
-        out_dtype=out_dtype,
-        update_state=update_state,
-        intermediate=intermediate,
-    )
-
-
-def _update(
-    tokens,  # q, k, v, a, b: [B, T, H, K] twice, [B, T, HV, V], [B, T, HV, K], [B, T, HV]
-    A_log,
-    dt_bias,
-    pool,
-    slots,
-    sources,
-    cu_seqlens=None,
-    writes=None,
-    *,
-    maths,
-    out_dtype,
-    update_state=True,
-    intermediate=False,
-):
-    f32, (T, HV) = jnp.float32, tokens[4].shape[1:]
+def _update(operands: Operands, *, static: Static):
+    """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref."""
+    f32, T, HV = jnp.float32, static.sizes.T, static.sizes.HV
+    pool, slots, sources = operands.pool, operands.slots, operands.sources
+    cu_seqlens, writes = operands.cu_seqlens, operands.writes
+    tokens = (*_separate(operands, static), operands.a, operands.b)
+    A_log, dt_bias, maths = operands.A_log, operands.dt_bias, static.maths
     if cu_seqlens is not None:
         # No boundary reaches past the tokens, whatever it is.
         cu_seqlens = jnp.clip(cu_seqlens, 0, T)
-    changed = update_state or writes is not None
+    changed = static.update_state or writes is not None
     others = (*tokens, A_log, dt_bias, sources, cu_seqlens, writes)
     state, slots = pools.opened(pool, slots, *others, written=changed)
     S = state.shape[0]
@@ -147,7 +64,10 @@ def _update(
         out, after = recurrence(states, *token)
         # Rounded after every token, as in that many one-token calls.
         after = after.astype(state.dtype)
-        return after.astype(f32), (out, after if intermediate or writes is not None else None)
+        return after.astype(f32), (
+            out,
+            after if static.intermediate or writes is not None else None,
+        )
 
     def step_of_owner(states, token):
         row, token = token[0], token[1:]
@@ -166,17 +86,31 @@ def _update(
     else:
         after, seen = jax.lax.scan(step, before, token_major)
         out, seen = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), seen)
-    out = jnp.where(_spread(live_tokens, out), out, 0).astype(out_dtype)
+    out = jnp.where(_spread(live_tokens, out), out, 0).astype(static.out_dtype)
     if seen is not None:
         seen = jnp.where(_spread(live_tokens, seen), seen, jnp.zeros((), seen.dtype))
     if writes is not None:
         state = pools.write(state, writes, seen, where=live_tokens)
-    if update_state:
+    if static.update_state:
         holds_tokens = True if cu_seqlens is None else cu_seqlens[1:] > cu_seqlens[:-1]
         state = pools.write(state, slots, after.astype(state.dtype), where=holds_tokens)
-    return out, pools.closed(pool, state, written=changed), seen if intermediate else None
+    return out, pools.closed(pool, state, written=changed), seen if static.intermediate else None
 
 
 def _spread(mask, x):
     """A mask of leading axes, with axes of length 1 behind."""
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+
+
+def _separate(operands, static):
+    """q, k and v of a packed row, or as they came."""
+    if not static.packed:
+        return operands.q, operands.k, operands.v
+    B, H, HV, K, V = (getattr(static.sizes, letter) for letter in ("B", "H", "HV", "K", "V"))
+    qk, v = jnp.split(operands.q[:, 0], [2 * H * K], axis=1)
+    q, k = jnp.moveaxis(qk.reshape(B, 2, 1, H, K), 1, 0)
+    return q, k, v.reshape(B, 1, HV, V)
+
+
+kda_packed_decode_xla = implementation(_update, "kda_packed_decode_xla")
+kda_update_xla = implementation(_update, "kda_update_xla")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from kda_contracts import CHUNK_KDA, PACKED_DECODE, ContractError, Sizes, check
-from kda_jax.pools import is_ref
+from kda_contracts import CHUNK_KDA, PACKED_DECODE, Sizes, check
+from kda_jax import call
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
 KERNELS = ("mosaic_gpu", "triton")
@@ -124,7 +124,7 @@ def explain(
     )
     options = dict(scale=scale, lower_bound=lower_bound, out_dtype=out_dtype)
     options |= dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    sizes = check(PACKED_DECODE, **without_layout(arrays), **options)
+    sizes = check(PACKED_DECODE, **call.without_layout(arrays), **options)
     chosen = choose(implementation, sizes, initial_state)
     reasons: dict[str, str | None] = {}
     for name in IMPLEMENTATIONS:
@@ -139,36 +139,15 @@ def explain(
     return Explanation(chosen, reasons, sizes, _device_name())
 
 
-def without_layout(arrays):
-    """NumPy arrays made C-contiguous and of native byte order: how an operand lies in memory is JAX's business here."""
-    return {
-        name: np.asarray(x, dtype=x.dtype.newbyteorder("="), order="C")
-        if isinstance(x, np.ndarray)
-        else x
-        for name, x in arrays.items()
-    }
-
-
-def refuse_what_holds_no_values(contract, arrays):
-    """Raises for what has a shape and a dtype, as the contract wants, and still is no operand."""
-    for name, x in arrays.items():
-        if (
-            x is None
-            or isinstance(x, (jax.Array, np.ndarray))
-            or (name == contract.pool and is_ref(x))
-        ):
-            continue
-        if isinstance(x, jax.ShapeDtypeStruct):
-            hint = "it has a shape and no values; kda_jax.explain takes it"
-        elif is_ref(x):
-            hint = "only the pool may be a jax.Ref: read the values first, with x[...]"
-        elif name == contract.pool and hasattr(x, "ref"):
-            hint = "a view of a jax.Ref is not supported: pass the whole Ref"
-        else:
-            hint = "convert it first, e.g. with jnp.asarray or jax.dlpack.from_dlpack"
-        raise ContractError(
-            f"{contract.name}: `{name}` must be an array (got {type(x).__name__}): {hint}"
-        )
+def run(name, operands, static):
+    """`(out, pool, intermediate)` of one implementation's inner jit."""
+    if name == "mosaic_gpu":
+        from kda_jax import decode_mosaic_gpu as module
+    elif name == "triton":
+        from kda_jax import decode_triton as module
+    else:
+        from kda_jax import decode_xla as module
+    return getattr(module, f"{static.op}_{name}")(operands, static=static)
 
 
 def obstacle(implementation, sizes, pool):

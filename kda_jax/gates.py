@@ -4,30 +4,15 @@ They use only what Mosaic GPU can lower on every supported JAX: no log1p, expm1,
 """
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kda_jax.call import Maths
+
 FLOAT32_MAX = 3.4028235e38
 NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class Maths:
-    """The static options of the recurrence, as every implementation takes them.
-
-    `activated`: `a` is the log decay and `b` is beta, and the options of the gates mean nothing.
-    """
-
-    scale: float
-    use_qk_l2norm: bool
-    lower_bound: float | None = None
-    softplus_beta: float = 1.0
-    softplus_threshold: float = 20.0
-    allow_neg_eigval: bool = False
-    activated: bool = False
 
 
 def decay_and_beta(a, b, A_log, dt_bias, maths: Maths, differentiable=False):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
 from kda_jax import dispatch, gates, pools
+from kda_jax.call import Maths
 from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
@@ -136,7 +137,7 @@ def kda_prefill(
         _project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources
     )
     q, k, v = jnp.split(mixed, [local.H * local.K, 2 * local.H * local.K], axis=1)
-    maths = gates.Maths(1.0, True, config.lower_bound)
+    maths = Maths(1.0, True, config.lower_bound)
     f32 = jnp.float32
     log_decay, beta = gates.decay_and_beta(
         _forget(params, x).astype(f32).reshape(1, T, local.HV, local.K),

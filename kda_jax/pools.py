@@ -3,6 +3,8 @@
 The kernels have their own guards, each with a test.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ def is_ref(x):
     return isinstance(x, jax.Ref)
 
 
-def as_int32(indices):
+def as_int32(indices) -> Any:
     """Indices as int32, judged before they are narrowed.
 
     What int32 cannot hold becomes a padded row, never slot 0. None stays None.

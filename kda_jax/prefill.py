@@ -2,12 +2,10 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
-from kda_contracts import CHUNK_KDA, Sizes, check
-from kda_jax import dispatch, pools, prefill_xla
-from kda_jax.invariants import assert_operands
+from kda_contracts import CHUNK_KDA
+from kda_jax import call, dispatch, pools, prefill_xla
 from kda_jax.transforms import with_transforms_of
 
 
@@ -77,77 +75,75 @@ def chunk_kda(
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
     arrays = dict(
-        q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots
+        q=q,
+        k=k,
+        v=v,
+        log_decay=log_decay,
+        beta=beta,
+        initial_state=initial_state,
+        slots=slots,
+        source_indices=source_indices,
+        cu_seqlens=cu_seqlens,
     )
-    arrays = dispatch.without_layout(
-        arrays | dict(source_indices=source_indices, cu_seqlens=cu_seqlens)
-    )
-    options = dict(
-        scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out_dtype=out_dtype
-    )
-    sizes = check(CHUNK_KDA, **arrays, **options)
-    dispatch.refuse_what_holds_no_values(CHUNK_KDA, arrays)
-    *tensors, pool, slots, sources, cu_seqlens = arrays.values()
+    options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    arrays, sizes = call.taken(CHUNK_KDA, arrays, **options, out_dtype=out_dtype)
     given = {name: x for name, x in arrays.items() if x is not None}
-    implementation = dispatch.choose_prefill(
-        implementation, sizes, [x.dtype for x in tensors[:3]], given
-    )
-    out_dtype = jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype)
-    if 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
-        out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), out_dtype)
-        return out, pools.unchanged(initial_state)
-    return kda_chunk(
-        *tensors,
-        pool,
-        pools.as_int32(slots),
-        pools.as_int32(sources),
-        pools.as_int32(cu_seqlens),
+    dtypes = [arrays[name].dtype for name in ("q", "k", "v")]
+    chosen = dispatch.choose_prefill(implementation, sizes, dtypes, given)
+    pool = arrays["initial_state"]
+    static = call.Static(
+        op="kda_chunk",
         sizes=sizes,
-        scale=float(sizes.K**-0.5 if scale is None else scale),
-        use_qk_l2norm=bool(use_qk_l2norm_in_kernel),
-        out_dtype=out_dtype,
-        implementation=implementation,
+        maths=call.maths_of(sizes.K, activated=True, **options),
+        out_dtype=jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype),
     )
+    if static.empty:
+        out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), static.out_dtype)
+        return out, pools.unchanged(pool)
+    operands = call.Operands(
+        q=arrays["q"],
+        k=arrays["k"],
+        v=arrays["v"],
+        a=arrays["log_decay"],
+        b=arrays["beta"],
+        pool=pool,
+        slots=pools.as_int32(arrays["slots"]),
+        sources=pools.as_int32(arrays["source_indices"]),
+        cu_seqlens=pools.as_int32(arrays["cu_seqlens"]),
+    )
+    run = kda_chunk_mosaic_gpu if chosen == "mosaic_gpu" else kda_chunk_xla
+    return run(operands, static=static)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("sizes", "scale", "use_qk_l2norm", "out_dtype", "implementation")
-)
-def kda_chunk(
-    q,  # [B, T, H, K]
-    k,  # [B, T, H, K]
-    v,  # [B, T, HV, V]
-    log_decay,  # [B, T, HV, K]
-    beta,  # [B, T, HV]
-    pool,  # [S, HV, V, K], an array or a Ref
-    slots,  # [N] int32
-    sources=None,  # [N] int32
-    cu_seqlens=None,  # [N+1] int32
-    *,
-    sizes: Sizes,
-    scale,
-    use_qk_l2norm,
-    out_dtype,
-    implementation,
-):
-    """`kda_jax.chunk_kda` after its contract: `(out, pool)`, with None for a Ref, which is updated in place."""
-    assert_operands(CHUNK_KDA, sizes, q, k, v, log_decay, beta, pool, slots, sources, cu_seqlens)
-    tensors = (q, k, v, log_decay, beta)
-    state, slots = pools.opened(pool, slots, *tensors, sources, cu_seqlens)
-    live = pools.inside(slots, sizes.S)
-    start = pools.read(state, slots, sources).astype(jnp.float32)
+def _in_xla(operands, *, static):
+    return _over_pool(operands, static, prefill_xla.chunks_and_states)
 
-    options = dict(sizes=sizes, scale=scale, use_qk_l2norm=use_qk_l2norm, out_dtype=out_dtype)
-    chunks_and_states = functools.partial(prefill_xla.chunks_and_states, **options)
-    if implementation == "mosaic_gpu":
-        from kda_jax import prefill_mosaic_gpu  # a second to load
 
-        kernels = functools.partial(prefill_mosaic_gpu.chunks_and_states, **options)
-        chunks_and_states = with_transforms_of(chunks_and_states, kernels)
-    out, after = chunks_and_states(*tensors, start, live, cu_seqlens)
-    written = True
-    if cu_seqlens is not None:
-        bounds = jnp.clip(cu_seqlens, 0, sizes.T)
-        written = bounds[1:] > bounds[:-1]
-    state = pools.write(state, slots, after.astype(state.dtype), where=written)
-    return out, pools.closed(pool, state)
+def _in_kernels(operands, *, static):
+    from kda_jax import prefill_mosaic_gpu  # a second to load
+
+    plain, kernels = (
+        functools.partial(module.chunks_and_states, static=static)
+        for module in (prefill_xla, prefill_mosaic_gpu)
+    )
+    return _over_pool(operands, static, lambda *x, static: with_transforms_of(plain, kernels)(*x))
+
+
+def _over_pool(operands, static, chunks_and_states):
+    """`(out, pool)`, with None for a Ref, which is updated in place."""
+    x, S, T = operands, static.sizes.S, static.sizes.T
+    tensors = (x.q, x.k, x.v, x.a, x.b)
+    state, slots = pools.opened(x.pool, x.slots, *tensors, x.sources, x.cu_seqlens)
+    live = pools.inside(slots, S)
+    start = pools.read(state, slots, x.sources).astype(jnp.float32)
+    out, after = chunks_and_states(*tensors, start, live, x.cu_seqlens, static=static)
+    holds_tokens = True
+    if x.cu_seqlens is not None:
+        bounds = jnp.clip(x.cu_seqlens, 0, T)
+        holds_tokens = bounds[1:] > bounds[:-1]
+    state = pools.write(state, slots, after.astype(state.dtype), where=holds_tokens)
+    return out, pools.closed(x.pool, state)
+
+
+kda_chunk_xla = call.implementation(_in_xla, "kda_chunk_xla")
+kda_chunk_mosaic_gpu = call.implementation(_in_kernels, "kda_chunk_mosaic_gpu")

@@ -58,14 +58,12 @@ def unsupported(sizes: Sizes, dtypes) -> str | None:
     return None
 
 
-def chunks_and_states(
-    q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype
-):
+def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
     """`(out [B, T, HV, V], after [N, HV, V, K])` of operands as `chunk_kda` takes them.
 
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
     """
-    T = sizes.T
+    sizes, T = static.sizes, static.sizes.T
     length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
     if length != T:
         q, k, v, log_decay, beta = (
@@ -86,8 +84,7 @@ def chunks_and_states(
     made = _make_chunks(
         *unfused((q, k, v, log2_decay, beta, begin, low, shown)),
         sizes=sizes,
-        scale=scale,
-        normalize=use_qk_l2norm,
+        maths=static.maths,
     )
     start = jnp.swapaxes(start, 2, 3)
     if (
@@ -99,7 +96,7 @@ def chunks_and_states(
         *unfused((start, chunks, begin, low, high)),
         length=length,
         sizes=sizes,
-        out_dtype=out_dtype,
+        out_dtype=static.out_dtype,
     )
     out, after = unfused((out, after))
     if cu_seqlens is not None:
@@ -148,7 +145,7 @@ def _plan(cu_seqlens, live, sizes):
     return chunks, *(x[:, None] for x in (begin, low, high, jnp.where(live[owner], high, 0)))
 
 
-def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, normalize):
+def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths):
     """`(w, u, scores, q', k', last)` of every chunk, `[n, lanes, HV, CHUNK, ...]`, the last `[n, lanes, HV, K]`."""
     n, lanes = begin.shape
     HV, K, V = sizes.HV, sizes.K, sizes.V
@@ -172,14 +169,14 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, scale, 
     )
 
     def body(**refs):
-        _make_body(refs, sizes=sizes, scale=scale, normalize=normalize)
+        _make_body(refs, sizes=sizes, maths=maths)
 
     return _launch(
         body, operands, results, scratch, blocks=n * lanes * HV, name="kda_prefill_chunks"
     )
 
 
-def _make_body(refs, *, sizes, scale, normalize):
+def _make_body(refs, *, sizes, maths):
     K, V, HV = sizes.K, sizes.V, sizes.HV
     f32 = jnp.float32
     q_s, k_s, v_s, decay_s, keys_s, queries_s, square_s, ones_s = (
@@ -209,7 +206,7 @@ def _make_body(refs, *, sizes, scale, normalize):
 
     def scaled(ref, factor):
         x = _load(ref).astype(f32)
-        if normalize:
+        if maths.use_qk_l2norm:
             x = x * along(gates.inverse_norm((x * x).sum(1)), K, 0)
         x = x * factor
         ref[...] = x.astype(NARROW)
@@ -224,7 +221,7 @@ def _make_body(refs, *, sizes, scale, normalize):
         which = (col >= along(first, CHUNK, 0)) & (col <= along(last, CHUNK, 0))
         return jnp.where(which, jnp.float16(1), jnp.float16(0)), decay_s, _zeros(K)
 
-    same = (scaled(q_s, scale) * scaled(k_s, 1.0)).sum(1)
+    same = (scaled(q_s, maths.scale) * scaled(k_s, 1.0)).sum(1)
     scores = jnp.where(row == col, along(same, CHUNK, 0), 0.0)
     inverse = jnp.where(row == col, 1.0, _zeros(CHUNK))
     beta = refs["beta"].at[chunk, lane, head]

@@ -30,14 +30,12 @@ UNROLL = 4  # chunks a turn of the loop
 MOST_DECAY = -1e4
 
 
-def chunks_and_states(
-    q, k, v, log_decay, beta, start, live, cu_seqlens, *, sizes, scale, use_qk_l2norm, out_dtype
-):
+def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
     """`(out [B, T, HV, V], after [N, HV, V, K])` in XLA.
 
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
     """
-    B, T, HV = beta.shape
+    (B, T, HV), V = beta.shape, static.sizes.V
     precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
     tensors = (q, k, v, log_decay, beta)
     if cu_seqlens is None:
@@ -46,7 +44,7 @@ def chunks_and_states(
         resets = None
 
         def at_their_tokens(out):
-            return jnp.moveaxis(out, 0, 1).reshape(B, n * CHUNK, HV, sizes.V)[:, :T]
+            return jnp.moveaxis(out, 0, 1).reshape(B, n * CHUNK, HV, V)[:, :T]
 
     else:
         bounds = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
@@ -58,18 +56,20 @@ def chunks_and_states(
             token_owner = owners(bounds, T)
             begin = chunks * CHUNK - jnp.append(bounds[:-1], 0)
             at = begin[token_owner] + jnp.arange(T, dtype=jnp.int32)
-            out = out.reshape(-1, HV, sizes.V).at[at].get(mode="clip")
+            out = out.reshape(-1, HV, V).at[at].get(mode="clip")
             shown = jnp.append(live, False)[token_owner]
-            return jnp.where(shown[:, None, None], out, jnp.zeros((), out_dtype)).reshape(
-                B, T, HV, sizes.V
+            return jnp.where(shown[:, None, None], out, jnp.zeros((), static.out_dtype)).reshape(
+                B, T, HV, V
             )
 
-    if use_qk_l2norm:
+    if static.maths.use_qk_l2norm:
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
-    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(scale), k))
+    q, k = (
+        jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(static.maths.scale), k)
+    )
     out, after = _chunks(q, k, v, log_decay, beta, start, resets, precision)
     return at_their_tokens(
-        jnp.moveaxis(out.astype(out_dtype), 2, 3)
+        jnp.moveaxis(out.astype(static.out_dtype), 2, 3)
     ), after  # from [n, lanes, CHUNK, HV, V]
 
 

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError, check
-from kda_jax import decode_xla, dispatch, pools
-from kda_jax.gates import Maths
+from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError
+from kda_jax import call, dispatch, pools
 
 
 def fused_sigmoid_gating_kda_update(
@@ -225,10 +224,8 @@ def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
         num_accepted=num_accepted,
         cu_seqlens=cu_seqlens,
     )
-    arrays = dispatch.without_layout(arrays)
-    check(COMMIT, **arrays)
-    dispatch.refuse_what_holds_no_values(COMMIT, arrays)
-    indices = map(pools.as_int32, list(arrays.values())[2:])
+    arrays, _ = call.taken(COMMIT, arrays)
+    indices = (pools.as_int32(arrays[x]) for x in ("slots", "num_accepted", "cu_seqlens"))
     return _commit(pool, arrays["intermediate"], *indices)
 
 
@@ -254,88 +251,65 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         )
     if isinstance(draft["intermediate_states"], bool):
         draft = draft | dict(intermediate_states=None)
-    operands = dispatch.without_layout(operands | draft)
-    sizes = check(contract, **operands, **options, **gate, out_dtype=out_dtype)
-    dispatch.refuse_what_holds_no_values(contract, operands)
-    if operands["num_accepted_tokens"] is not None and operands["intermediate_states"] is None:
+    arrays, sizes = call.taken(contract, operands | draft, **options, **gate, out_dtype=out_dtype)
+    writes, accepted = arrays["intermediate_states"], arrays["num_accepted_tokens"]
+    if accepted is not None and writes is None:
         raise ContractError(
-            f"{contract.name}: `num_accepted_tokens` picks from the slots in `intermediate_states`: pass them too"
+            f"{contract.name}: `num_accepted_tokens` picks from the slots in "
+            "`intermediate_states`: pass them too"
         )
-    cu_seqlens, writes = operands.pop("cu_seqlens"), operands.pop("intermediate_states")
-    accepted = operands.pop("num_accepted_tokens")
-    *tensors, pool, indices = operands.values()
+    pool = arrays[contract.pool]
     chosen = dispatch.choose(implementation, sizes, pool, contract.name)
-    B, T, HV, K, V = sizes.B, sizes.T, sizes.HV, sizes.K, sizes.V
-    if contract is RECURRENT_KDA:
-        q, k, v, a, b = tensors
-        A_log = dt_bias = None
-    else:
-        A_log, dt_bias, q, k, v, a, b = tensors
-    out_dtype = jnp.dtype(v.dtype if out_dtype is None else out_dtype)
-    shape = pool.shape
+    activated = contract is RECURRENT_KDA
+    a, b = ("log_decay", "beta") if activated else ("a", "b")
+    v, shape = arrays["v"], pool.shape
+    static = call.Static(
+        op="kda_update",
+        sizes=sizes,
+        maths=call.maths_of(sizes.K, activated=activated, **options, **gate),
+        out_dtype=jnp.dtype(v.dtype if out_dtype is None else out_dtype),
+        update_state=bool(options["update_state"]),
+        intermediate=returned,
+    )
     if pools.is_ref(pool) and len(shape) == 1:
         raise ContractError(
             f"{contract.name}: `{contract.pool}` may be flat as an array only: make the Ref 4-D"
         )
-    if 0 in (B, T, sizes.N, sizes.S, V):
-        out = jnp.zeros((B, T, HV, V), out_dtype)
+    B, T, HV, K, V = sizes.B, sizes.T, sizes.HV, sizes.K, sizes.V
+    if static.empty:
+        out = jnp.zeros((B, T, HV, V), static.out_dtype)
         states = jnp.zeros((B, T, HV, V, K), pool.dtype)
-        pool = pools.unchanged(pool)
-        return (out, pool, states) if returned else (out, pool)
-    indices = pools.as_int32(indices)
-    cu_seqlens, writes = map(pools.as_int32, (cu_seqlens, writes))
-    sources = (
-        None
-        if accepted is None
-        else _accepted(pools.as_int32(accepted), indices, writes, cu_seqlens)
+        return (out, pools.unchanged(pool), states) if returned else (out, pools.unchanged(pool))
+    slots = pools.as_int32(arrays["slots" if activated else "initial_state_indices"])
+    cu_seqlens, writes = map(pools.as_int32, (arrays["cu_seqlens"], writes))
+    operands = call.Operands(
+        q=arrays["q"],
+        k=arrays["k"],
+        v=v,
+        a=arrays[a],
+        b=arrays[b],
+        A_log=arrays.get("A_log"),
+        dt_bias=arrays.get("dt_bias"),
+        pool=pool if len(shape) == 4 else jnp.reshape(pool, (sizes.S, HV, V, K)),
+        slots=slots,
+        sources=_accepted(pools.as_int32(accepted), slots, writes, cu_seqlens),
+        cu_seqlens=cu_seqlens,
+        writes=writes,
     )
-    if chosen == "mosaic_gpu":
-        from kda_jax.decode_mosaic_gpu import kda_update_mosaic_gpu as implement
-    elif chosen == "triton":
-        from kda_jax.decode_triton import kda_update_triton as implement
-    else:
-        implement = decode_xla.kda_update_xla
-    out, state, states = implement(
-        q,
-        k,
-        v,
-        jnp.reshape(a, (B, T, HV * K)),
-        jnp.reshape(b, (B, T, HV)),
-        jnp.zeros(HV, jnp.float32) if A_log is None else jnp.reshape(A_log, HV),
-        jnp.zeros(HV * K, jnp.float32) if dt_bias is None else jnp.reshape(dt_bias, HV * K),
-        pool if pools.is_ref(pool) else jnp.reshape(pool, (sizes.S, HV, V, K)),
-        indices,
-        sources,
-        cu_seqlens,
-        writes,
-        sizes=sizes,
-        maths=_maths(K, options | gate, activated=contract is RECURRENT_KDA),
-        out_dtype=out_dtype,
-        update_state=bool(options["update_state"]),
-        intermediate=returned,
-    )
+    out, state, states = dispatch.run(chosen, operands, static)
     state = state if state is None else state.reshape(shape)
     return (out, state, states) if returned else (out, state)
 
 
-def _maths(K, options, *, activated):
-    """The static options, by name, as the implementations take them; what is None or absent has its default."""
-    given = {name: x for name, x in options.items() if x is not None}
-    return Maths(
-        scale=float(given.get("scale", K**-0.5)),
-        use_qk_l2norm=bool(given.get("use_qk_l2norm_in_kernel", False)),
-        lower_bound=float(given["lower_bound"]) if "lower_bound" in given else None,
-        softplus_beta=float(given.get("softplus_beta", 1.0)),
-        softplus_threshold=float(given.get("softplus_threshold", 20.0)),
-        allow_neg_eigval=bool(given.get("allow_neg_eigval", False)),
-        activated=activated,
-    )
+def _accepted(accepted, slots, writes, cu_seqlens):
+    """`[N]`: the slot that each sequence starts from: that of its last accepted token, or its own.
 
-
-def _accepted(accepted, indices, writes, cu_seqlens):
-    """`[N]`: the slot that each sequence starts from: that of its last accepted token, or its own."""
+    None where nothing was said of accepted tokens.
+    """
+    if accepted is None:
+        return None
     last, within = _last_accepted(accepted, writes.shape, cu_seqlens)
-    return jnp.where(within, writes.reshape(-1)[last], indices)
+    return jnp.where(within, writes.reshape(-1)[last], slots)
 
 
 def _last_accepted(accepted, shape, cu_seqlens):

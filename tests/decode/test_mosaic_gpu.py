@@ -1,5 +1,7 @@
 """The Mosaic kernel without a GPU: its tiles, and that every one of them lowers for CUDA."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -10,7 +12,8 @@ from support import lowered_text
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax import decode_mosaic_gpu, gates
+from kda_jax import decode_mosaic_gpu
+from kda_jax.call import Maths, Operands, Static
 
 KEY_SIZES = range(32, 257, 32)
 VALUE_SIZES = (16, 32, 48, 128)
@@ -19,6 +22,18 @@ BATCHES = (1, 40, 600)  # below, between and above the heuristic's steps
 
 def sizes_of(K, V, B):
     return Sizes(B=B, H=1, HV=3, K=K, V=V, S=700)
+
+
+def packed_static(sizes, maths, out_dtype):
+    sizes = dataclasses.replace(sizes, T=1, N=sizes.B)
+    return Static("kda_packed_decode", sizes, maths, jnp.dtype(out_dtype), packed=True)
+
+
+def decode(static, mixed_qkv, *others):
+    names = ("a", "b", "A_log", "dt_bias", "pool", "slots", "sources")
+    row = dict.fromkeys("qkv", mixed_qkv)
+    operands = Operands(**row, **dict(zip(names, others, strict=False)))
+    return decode_mosaic_gpu.kda_packed_decode_mosaic_gpu(operands, static=static)
 
 
 def test_the_sizes_it_takes():
@@ -88,15 +103,11 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
                 continue
             shapes = (B, 2 * K + 3 * V), (B, 3 * K), (B, 3), (3,), (3 * K,), (700, 3, V, K), (B,)
             dtypes = dtype, dtype, dtype, "float32", "float32", pool_dtype, "int32"
-            options = dict(maths=gates.Maths(0.1, True, None if B == 1 else -5.0))
+            maths = Maths(0.1, True, None if B == 1 else -5.0)
             if len(programs) % 2:
                 shapes, dtypes = (*shapes, (B,)), (*dtypes, "int32")  # source_indices
             programs[config] = lowered_text(
-                lambda *x, sizes=sizes, options=options: (
-                    decode_mosaic_gpu.kda_packed_decode_mosaic_gpu(
-                        *x, sizes=sizes, out_dtype=jnp.dtype(dtype), **options
-                    )
-                ),
+                functools.partial(decode, packed_static(sizes, maths, dtype)),
                 *map(jax.ShapeDtypeStruct, shapes, map(jnp.dtype, dtypes)),
             )
     assert len(programs) >= 2
@@ -138,14 +149,11 @@ def test_one_lowering_serves_all_call_sites():
     sizes = sizes_of(32, 16, 2)
     shapes = (2, 112), (2, 96), (2, 3), (3,), (96,), (700, 3, 16, 32)
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    options = dict(sizes=sizes, maths=gates.Maths(0.1, True), out_dtype=jnp.dtype("float32"))
+    static = packed_static(sizes, Maths(0.1, True), "float32")
 
     def layers(*x):
         pools = [x[5], x[5] + 1, x[5] + 2]
-        return [
-            decode_mosaic_gpu.kda_packed_decode_mosaic_gpu(*x[:5], pool, x[6], **options)
-            for pool in pools
-        ]
+        return [decode(static, *x[:5], pool, x[6]) for pool in pools]
 
     text = lowered_text(layers, *structs, jax.ShapeDtypeStruct((2,), jnp.int32))
     assert text.count("@mosaic_gpu_v2") == 1

@@ -8,6 +8,7 @@ import pytest
 
 import kda_jax
 from kda_contracts import CHUNK_KDA, COMMIT, KDA_UPDATE, LAYER_DECODE, PACKED_DECODE, RECURRENT_KDA
+from kda_jax.call import Operands
 
 CONTRACTS = {
     contract.name.removeprefix("kda_jax."): contract
@@ -65,38 +66,33 @@ def test_explain_takes_what_packed_decode_takes():
     )
 
 
-# What the implementations call the operands, in each of their two functions.
+# What each operator calls the operands of an implementation.
 PACKED = {"pool": "initial_state", "slots": "ssm_state_indices", "sources": "source_indices"}
 UPDATE = {"pool": "initial_state_source", "writes": "intermediate_states"}
 UPDATE |= {"slots": "initial_state_indices", "sources": "initial_state_indices"}
+RECURRENT = {"a": "log_decay", "b": "beta", "pool": "initial_state"}
 
 
-@pytest.mark.parametrize("module", ["decode_xla", "decode_mosaic_gpu", "decode_triton"])
-def test_the_shapes_beside_an_implementations_parameters_are_the_tables(module):
-    source = (Path(kda_jax.__file__).parent / f"{module}.py").read_text()
-    packed = source[source.index("def kda_packed_decode_") :]
-    packed, update = packed.split("def kda_update_")
-    for text, contract, names in ((packed, PACKED_DECODE, PACKED), (update, KDA_UPDATE, UPDATE)):
-        found = re.findall(r"^    (\w+?)(?:=None)?,  # (\[.*?\])", text, re.M)
-        assert len(found) >= 8
-        for name, shape in found:
-            operand = contract.by_name[names.get(name, name)]
-            assert shape.replace(" ", "") == operand.expected.replace(" ", ""), (module, name)
+def test_the_shapes_of_an_implementations_operands_are_the_tables():
+    for name, hint in Operands.__annotations__.items():
+        axes = hint.__metadata__[0]
+        update, packed = (
+            contract.by_name.get(names.get(name, name))
+            for contract, names in ((KDA_UPDATE, UPDATE), (PACKED_DECODE, PACKED))
+        )
+        assert axes in (update.axes, *update.also), name
+        if packed is not None and name not in ("a", "b", "slots", "sources"):
+            assert axes == packed.axes, name
+    for contract in (RECURRENT_KDA, CHUNK_KDA):
+        for name in ("q", "k", "v", "a", "b", "pool", "slots", "cu_seqlens"):
+            axes = Operands.__annotations__[name].__metadata__[0]
+            assert axes == contract.by_name[RECURRENT.get(name, name)].axes, name
 
 
-def test_the_shapes_beside_prefills_parameters_and_the_layers_fields_are_the_tables():
-    folder = Path(kda_jax.__file__).parent
-    chunk = re.findall(
-        r"^    (\w+?)(?:=None)?,  # (\[.*?\])", (folder / "prefill.py").read_text(), re.M
-    )
-    assert len(chunk) == len(CHUNK_KDA.operands)
-    names = {"pool": "initial_state", "sources": "source_indices"}
-    fields = re.findall(
-        r"^    (\w+): Leaf(?: = None)?  # (\[.*?\])", (folder / "weights.py").read_text(), re.M
-    )
+def test_the_shapes_beside_the_layers_fields_are_the_tables():
+    source = (Path(kda_jax.__file__).parent / "weights.py").read_text()
+    fields = re.findall(r"^    (\w+): Leaf(?: = None)?  # (\[.*?\])", source, re.M)
     assert len(fields) == 18
-    for contract, found in ((CHUNK_KDA, chunk), (LAYER_DECODE, fields)):
-        for name, shape in found:
-            assert shape.replace(" ", "") == contract.by_name[
-                names.get(name, name)
-            ].expected.replace(" ", ""), name
+    for name, shape in fields:
+        expected = LAYER_DECODE.by_name[name].expected
+        assert shape.replace(" ", "") == expected.replace(" ", ""), name
