@@ -111,7 +111,7 @@ def main():
     results: dict = environment(options.commit) | {"steps": options.steps, "sizes": vars(SIZES)}
     x = random_operands(SIZES)
     results["implementation"] = kda_jax.explain(
-        **x, implementation=options.implementation
+        kda_jax.packed_decode, **x, implementation=options.implementation
     ).implementation
     results["relative_error"] = {
         memory: drift(options.steps, memory, options.implementation) for memory in MEMORIES

@@ -104,7 +104,7 @@ def packed_decode(
         lower_bound=lower_bound,
     )
     arrays, sizes = call.taken(PACKED_DECODE, arrays, **gate, out_dtype=out_dtype)
-    chosen = dispatch.choose(implementation, sizes, initial_state)
+    choice = dispatch.choose(PACKED_DECODE, implementation, sizes, arrays)
     row, pool = arrays["mixed_qkv"], arrays["initial_state"]
     static = call.Static(
         op="kda_packed_decode",
@@ -128,5 +128,5 @@ def packed_decode(
         slots=pools.as_int32(arrays["ssm_state_indices"]),
         sources=pools.as_int32(arrays["source_indices"]),
     )
-    out, state, _ = dispatch.run(chosen, operands, static)
+    out, state, _ = dispatch.run(choice.name, operands, static)
     return out, state

@@ -44,6 +44,7 @@ CHUNKS = 4
 V_MULTIPLE = 16  # V rows that one pass of the four warps covers at most, unless it folds
 STEP_BYTES = 4096  # of state that a warpgroup loads at once
 MAX_GRID = 2**31 - 1
+CAPABILITIES = (9.0, math.inf)  # compute capabilities of the GPUs that run it, from and to
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,6 @@ class Config:
 
 def unsupported(sizes: Sizes) -> str | None:
     """Why this kernel cannot run these sizes, or None."""
-    for letter, size in vars(sizes).items():
-        if not isinstance(size, int | None):
-            return f"{letter} is symbolic, and a kernel's grid needs a number"
     if sizes.K % 32 or sizes.K > MAX_K:
         return f"K={sizes.K} is not a multiple of 32 up to {MAX_K}"
     if sizes.V == 0 or sizes.V % V_MULTIPLE:

@@ -30,6 +30,7 @@ finally:  # jax-triton 0.3.1 empties it, and no other Triton kernel of the proce
 
 MAX_K = 256
 MAX_GRID = 2**31 - 1
+CAPABILITIES = (8.0, math.inf)  # compute capabilities of the GPUs that run it, from and to
 REFS = (
     "out_type" in inspect.signature(jax_triton.triton_call).parameters
 )  # jax-triton 0.4: Refs, mutated in place
@@ -50,9 +51,6 @@ class Config:
 
 def unsupported(sizes: Sizes) -> str | None:
     """Why this kernel cannot run these sizes, or None."""
-    for letter, size in vars(sizes).items():
-        if not isinstance(size, int | None):
-            return f"{letter} is symbolic, and a kernel's grid needs a number"
     if sizes.V == 0:
         return "V=0"
     if sizes.K > MAX_K:

@@ -12,9 +12,7 @@ from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import owners
-from kda_jax.weights import KDACache, KDAConfig, KDAParams
-
-FEWEST_ROWS = 8  # of a step: a layer's weights times one row took an H200 143 us, as sums, and times 8 rows 40
+from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters
 
 
 def kda_decode(
@@ -51,16 +49,17 @@ def kda_decode(
     >>> y.shape, bool(y[1].any()), bool(cache.state[2].any())
     ((2, 16), False, True)
     """
-    local = _local(config, params)
-    sizes = _judge(LAYER_DECODE, params, cache, local, x=x, slots=slots)
+    operands = dict(x=x, slots=slots) | _arrays(params, cache)
+    sizes = _judge(LAYER_DECODE, params, config, operands)
+    choice = dispatch.choose(LAYER_DECODE, implementation, sizes, operands)
     B, slots = x.shape[0], pools.as_int32(slots)
-    # The kernels pass over padded rows, whatever they hold; XLA's gather and derivatives do not.
-    by_kernel = dispatch.choose(implementation, sizes, cache.state) != "xla"
-    if by_kernel and isinstance(B, int) and B < FEWEST_ROWS:
-        x = jnp.pad(x, ((0, FEWEST_ROWS - B), (0, 0)))
-        slots = jnp.pad(slots, (0, FEWEST_ROWS - B), constant_values=-1)
+    if isinstance(B, int) and choice.rows > B:
+        x = jnp.pad(x, ((0, choice.rows - B), (0, 0)))
+        slots = jnp.pad(slots, (0, choice.rows - B), constant_values=-1)
     live = pools.inside(slots, sizes.S)
-    x = x if by_kernel else _masked(x, live)
+    if choice.name == "xla":
+        # The kernels pass over padded rows, whatever they hold; XLA's gather and derivatives do not.
+        x = _masked(x, live)
     mixed_qkv, conv = conv_decode(_project(params, x), _kernels(params), cache.conv, slots)
     out, state = packed_decode(
         mixed_qkv,
@@ -72,9 +71,9 @@ def kda_decode(
         slots,
         use_qk_l2norm_in_kernel=True,
         lower_bound=config.lower_bound,
-        implementation=implementation,
+        implementation=choice.name,
     )
-    return _output(params, x, out[:, 0], live, local)[:B], KDACache(conv, state)
+    return _output(params, x, out[:, 0], live, config)[:B], KDACache(conv, state)
 
 
 def kda_prefill(
@@ -118,39 +117,36 @@ def kda_prefill(
     >>> y.shape, cache.state.any((1, 2, 3)).tolist()
     ((5, 16), [True, False, True])
     """
-    local = _local(config, params)
-    operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh)
-    sizes = _judge(LAYER_PREFILL, params, cache, local, **operands)
+    operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh) | _arrays(params, cache)
+    sizes = _judge(LAYER_PREFILL, params, config, operands)
+    choice = dispatch.choose(LAYER_PREFILL, implementation, sizes, operands)
     tokens, slots, cu_seqlens = x.shape[0], pools.as_int32(slots), pools.as_int32(cu_seqlens)
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
-    operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, state=cache.state)
-    if dispatch.choose_prefill(implementation, sizes, [x.dtype] * 3, operands) != "xla":
-        from kda_jax.prefill_mosaic_gpu import ALIGNED
-
+    if choice.tokens > 1:
         # Padded here, where it costs least: chunk_kda would pad five wider operands.
         cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into the padding
-        x = jnp.pad(x, ((0, -tokens % ALIGNED), (0, 0)))
-    T = x.shape[0]
+        x = jnp.pad(x, ((0, -tokens % choice.tokens), (0, 0)))
+    T, H, HV, K, V = x.shape[0], sizes.H, sizes.HV, sizes.K, sizes.V
     live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)
     mixed, conv = conv_prefill(
         _project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources
     )
-    q, k, v = jnp.split(mixed, [local.H * local.K, 2 * local.H * local.K], axis=1)
+    q, k, v = jnp.split(mixed, [H * K, 2 * H * K], axis=1)
     maths = Maths(1.0, True, config.lower_bound)
     f32 = jnp.float32
     log_decay, beta = gates.decay_and_beta(
-        _forget(params, x).astype(f32).reshape(1, T, local.HV, local.K),
+        _forget(params, x).astype(f32).reshape(1, T, HV, K),
         _times(x, params.b_proj).astype(f32)[None],
-        params.A_log.astype(f32).reshape(1, 1, local.HV, 1),
-        params.dt_bias.astype(f32).reshape(1, 1, local.HV, local.K),
+        params.A_log.astype(f32).reshape(1, 1, HV, 1),
+        params.dt_bias.astype(f32).reshape(1, 1, HV, K),
         maths,
         differentiable=True,
     )
     out, state = chunk_kda(
-        q.reshape(1, T, local.H, local.K),
-        k.reshape(1, T, local.H, local.K),
-        v.reshape(1, T, local.HV, local.V),
+        q.reshape(1, T, H, K),
+        k.reshape(1, T, H, K),
+        v.reshape(1, T, HV, V),
         log_decay,
         beta,
         cache.state,
@@ -158,34 +154,23 @@ def kda_prefill(
         source_indices=sources,
         cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=True,
-        implementation=implementation,
+        implementation=choice.name,
     )
-    return _output(params, x, out[0], live, local)[:tokens], KDACache(conv, state)
+    return _output(params, x, out[0], live, config)[:tokens], KDACache(conv, state)
 
 
-def _local(config, params):
-    """The config of the heads that are here: all of them, or a shard's."""
-    HV = (
-        params.A_log.shape[0] if params.A_log.ndim == 1 else config.HV
-    )  # another A_log is its own fault
-    return dataclasses.replace(config, HV=HV, H=max(1, config.H * HV // config.HV))
-
-
-def _judge(contract, params, cache, config, **operands):
+def _judge(contract, params, config, operands):
     """The sizes of a step, or a ContractError; the output gate's two weights are judged together."""
-    sizes = check(contract, _letters(config), **operands, **_arrays(params, cache))
+    local = letters(config, params)
+    sizes = check(contract, local, **operands)
     rows, letter = (config.D, "D") if params.g_down is None else (config.V, "V")
     if params.g_up.shape[0] != rows:
         beside = "without" if params.g_down is None else "beside"
         raise ContractError(
-            f"{contract.name}: `g_up` must be [{letter}, HV*V] = ({rows}, {config.HV * config.V}) {beside} a `g_down` "
-            f"(got {params.g_up.shape})"
+            f"{contract.name}: `g_up` must be [{letter}, HV*V] = ({rows}, {local['HV'] * local['V']}) "
+            f"{beside} a `g_down` (got {params.g_up.shape})"
         )
     return sizes
-
-
-def _letters(config):
-    return {letter: getattr(config, letter) for letter in ("D", "H", "HV", "K", "V", "W")}
 
 
 def _arrays(params, cache):
@@ -232,5 +217,5 @@ def _output(params, x, out, live, config):
     if params.g_bias is not None:
         gate = gate + params.g_bias.astype(gate.dtype)[None]
     normed = gated_rms_norm(out, gate.reshape(out.shape), params.norm, config.norm_eps)
-    y = _times(normed.reshape(-1, config.HV * config.V), params.o_proj)
+    y = _times(normed.reshape(-1, params.o_proj.shape[0]), params.o_proj)
     return _masked(y, live)

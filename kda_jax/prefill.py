@@ -87,9 +87,7 @@ def chunk_kda(
     )
     options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     arrays, sizes = call.taken(CHUNK_KDA, arrays, **options, out_dtype=out_dtype)
-    given = {name: x for name, x in arrays.items() if x is not None}
-    dtypes = [arrays[name].dtype for name in ("q", "k", "v")]
-    chosen = dispatch.choose_prefill(implementation, sizes, dtypes, given)
+    choice = dispatch.choose(CHUNK_KDA, implementation, sizes, arrays)
     pool = arrays["initial_state"]
     static = call.Static(
         op="kda_chunk",
@@ -111,7 +109,7 @@ def chunk_kda(
         sources=pools.as_int32(arrays["source_indices"]),
         cu_seqlens=pools.as_int32(arrays["cu_seqlens"]),
     )
-    run = kda_chunk_mosaic_gpu if chosen == "mosaic_gpu" else kda_chunk_xla
+    run = kda_chunk_mosaic_gpu if choice.name == "mosaic_gpu" else kda_chunk_xla
     return run(operands, static=static)
 
 

@@ -42,13 +42,11 @@ LEAST_DECAY = (
 LOG2_E = 1.4426950408889634
 LAYOUT = plgpu.Layout.WGMMA
 NARROW = jnp.bfloat16
+CAPABILITIES = (9.0, 9.0)  # wgmma is of this compute capability alone
 
 
 def unsupported(sizes: Sizes, dtypes) -> str | None:
     """Why these kernels cannot run these sizes and dtypes of q, k and v, or None."""
-    for letter, size in vars(sizes).items():
-        if not isinstance(size, int | None):
-            return f"{letter} is symbolic, and a kernel's grid needs a number"
     if any(jnp.dtype(dtype) != NARROW for dtype in dtypes):
         return f"q, k and v are {', '.join(str(jnp.dtype(x)) for x in dtypes)}, and its products are of bfloat16"
     if sizes.K not in (64, 128):

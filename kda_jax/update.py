@@ -259,7 +259,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
             "`intermediate_states`: pass them too"
         )
     pool = arrays[contract.pool]
-    chosen = dispatch.choose(implementation, sizes, pool, contract.name)
+    choice = dispatch.choose(contract, implementation, sizes, arrays)
     activated = contract is RECURRENT_KDA
     a, b = ("log_decay", "beta") if activated else ("a", "b")
     v, shape = arrays["v"], pool.shape
@@ -296,7 +296,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         cu_seqlens=cu_seqlens,
         writes=writes,
     )
-    out, state, states = dispatch.run(chosen, operands, static)
+    out, state, states = dispatch.run(choice.name, operands, static)
     state = state if state is None else state.reshape(shape)
     return (out, state, states) if returned else (out, state)
 

@@ -75,6 +75,15 @@ class KDACache:
     state: Leaf  # [S, HV, V, K]
 
 
+def letters(config: KDAConfig, params: KDAParams) -> dict:
+    """The sizes of the heads that are here, by letter: all of them, or a shard's."""
+    sizes = {letter: getattr(config, letter) for letter in ("D", "H", "HV", "K", "V", "W")}
+    if params.A_log.ndim == 1:  # another A_log is its own fault
+        sizes["HV"] = params.A_log.shape[0]
+        sizes["H"] = max(1, config.H * sizes["HV"] // config.HV)
+    return sizes
+
+
 def config_from_hf(config) -> KDAConfig:
     """The config of a model's KDA layers.
 

@@ -20,7 +20,7 @@ import jaxlib
 import numpy as np
 
 import kda_jax
-from kda_contracts import Sizes
+from kda_contracts import PACKED_DECODE, Sizes
 from kda_jax import dispatch
 from kda_jax.tools import oracle
 from kda_jax.tools.synthetic import random_operands
@@ -208,8 +208,7 @@ def run(options):
     if unknown := set(names) - set(dispatch.IMPLEMENTATIONS):
         raise ValueError(f"no such implementation: {', '.join(sorted(unknown))}")
     sizes = Sizes(B=1, H=1, HV=1, K=K, V=V, S=2)
-    pool = jax.ShapeDtypeStruct((2, 1, V, K), options.pool_dtype)
-    names = [name for name in names if dispatch.obstacle(name, sizes, pool) is None]
+    names = [name for name in names if dispatch.obstacle(PACKED_DECODE, name, sizes, {}) is None]
     for name in names:
         check(packed_decode(name), 4, options.pool_dtype)
     results["compile_seconds"] = {name: compile_seconds(name) for name in names}

@@ -2,12 +2,14 @@
 
 import argparse
 import importlib.util
+import inspect
 import json
 import sys
 
 import jax
 
-from kda_contracts import PACKED_DECODE, BadFileError, Sizes, check_checkpoint
+import kda_jax
+from kda_contracts import PACKED_DECODE, BadFileError, check_checkpoint
 from kda_contracts.cli import add_check
 from kda_jax import dispatch
 from kda_jax.checkpoint import check_values
@@ -63,6 +65,10 @@ def _add_explain(commands):
     _add_model(parser)
     for letter in ("H", "HV", "K", "V", "S"):
         parser.add_argument(f"--{letter}", type=_positive, help=f"{letter} in place of the model's")
+    parser.add_argument("--op", default="packed_decode", choices=tuple(dispatch.CONTRACTS))
+    parser.add_argument(
+        "--tokens", type=_positive, default=64, help="T of an op that has tokens (default: 64)"
+    )
     parser.add_argument(
         "--pool-dtype", default="float32", choices=PACKED_DECODE.by_name["initial_state"].dtypes
     )
@@ -112,23 +118,39 @@ def _demo(options):
 
 
 def _explain(options):
-    sizes = vars(
-        model_sizes(options.model, tp=options.tp, batch=options.batch, slots=2 * options.batch + 1)
+    sizes = model_sizes(
+        options.model, tp=options.tp, batch=options.batch, slots=2 * options.batch + 1
     )
-    letters = Sizes(
-        **sizes
-        | {x: getattr(options, x) for x in ("H", "HV", "K", "V", "S") if getattr(options, x)}
-    )
-    dtypes = {"ssm_state_indices": "int32", "initial_state": options.pool_dtype}
-    shapes = {
-        operand.name: jax.ShapeDtypeStruct(
-            operand.shape(vars(letters)), dtypes.get(operand.name, "bfloat16")
-        )
-        for operand in PACKED_DECODE.operands
-        if operand.required
+    letters = {x: getattr(options, x, None) or size for x, size in vars(sizes).items() if size}
+    letters |= {"D": MODELS[options.model].hidden_size, "T": options.tokens, "N": options.batch}
+    letters |= {
+        "W": 4,
+        "R": letters["K"],
+        "C": 2 * letters["H"] * letters["K"] + letters["HV"] * letters["V"],
     }
-    print(dispatch.explain(**shapes))
+    op = getattr(kda_jax, options.op)
+    arguments = _shapes(op, dispatch.CONTRACTS[options.op], letters, options.pool_dtype)
+    print(dispatch.explain(op, **arguments))
     return 0
+
+
+def _shapes(op, contract, letters, pool_dtype):
+    """The required arguments of an operator or a step of the layer, by name, without values."""
+    shapes, parameters = {}, inspect.signature(op).parameters
+    for operand in contract.operands:
+        parameter = parameters.get(operand.name)
+        if operand.required or (parameter and parameter.default is parameter.empty):
+            dtype = "int32" if "int32" in operand.dtypes else "bfloat16"
+            dtype = pool_dtype if operand.name == contract.pool else dtype
+            shapes[operand.name] = jax.ShapeDtypeStruct(operand.shape(letters), dtype)
+    if "q_proj" not in shapes:
+        return shapes
+    config = kda_jax.KDAConfig(**{x: letters[x] for x in ("D", "H", "HV", "K", "V", "W")})
+    return {
+        "params": jax.eval_shape(lambda: kda_jax.init_params(config, jax.random.key(0))),
+        "cache": kda_jax.KDACache(conv=shapes["conv"], state=shapes["state"]),
+        "config": config,
+    } | {name: shapes[name] for name in ("x", "slots", "cu_seqlens") if name in shapes}
 
 
 def _judge(options):

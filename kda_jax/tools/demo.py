@@ -133,7 +133,9 @@ def run(
     weights = {name: operands[name] for name in ("A_log", "dt_bias")}
     per_token = {name: np.stack([x[name] for x in tokens]) for name in ("mixed_qkv", "a", "b")}
     options = dict(use_qk_l2norm_in_kernel=True, lower_bound=lower_bound, out_dtype="float32")
-    why = kda_jax.explain(**operands, **options, implementation=implementation)
+    why = kda_jax.explain(
+        kda_jax.packed_decode, **operands, **options, implementation=implementation
+    )
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(pool, per_token, weights, slots):

@@ -223,7 +223,10 @@ def test_B73_every_K_is_right_or_refused(K):
 def test_B75_a_tiny_head_works_by_default():
     call = make_call(Sizes(B=1, H=1, HV=1, K=16, V=8, S=2), dtype="float32")
     assert_meets_oracle(call, *kda_jax.packed_decode(**on_device(call.operands)))
-    assert "K=16 is not a multiple of 32" in kda_jax.explain(**call.operands).reasons["mosaic_gpu"]
+    assert (
+        "K=16 is not a multiple of 32"
+        in kda_jax.explain(kda_jax.packed_decode, **call.operands).reasons["mosaic_gpu"]
+    )
 
 
 # J. JAX and Pallas
@@ -611,6 +614,9 @@ def test_B104_the_first_token_after_a_handed_over_state(implementation):
 @each_implementation
 def test_B106_which_implementation_ran_can_be_seen(implementation):
     x = base()
-    assert kda_jax.explain(**x, implementation=implementation).implementation == implementation
+    assert (
+        kda_jax.explain(kda_jax.packed_decode, **x, implementation=implementation).implementation
+        == implementation
+    )
     text = lowered_text(lambda y: kda_jax.packed_decode(**y, implementation=implementation), x)
     assert f"kda_packed_decode_{implementation}" in text

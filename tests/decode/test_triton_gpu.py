@@ -71,7 +71,7 @@ def test_importing_it_leaves_the_cache_of_other_triton_kernels_alone(is_set, mon
 
 @pytest.mark.skipif(WITH_TRITON, reason="asks what is said without jax-triton or a GPU")
 def test_without_jax_triton_the_reason_is_given():
-    explained = kda_jax.explain(**make_call(SHAPES["k60_v24"]).operands)
+    explained = kda_jax.explain(kda_jax.packed_decode, **make_call(SHAPES["k60_v24"]).operands)
     assert "jax-triton" in explained.reasons["triton"]
     with pytest.raises(NotImplementedError, match="jax-triton"):
         kda_jax.packed_decode(**make_call(SHAPES["k60_v24"]).operands, implementation="triton")
@@ -79,5 +79,15 @@ def test_without_jax_triton_the_reason_is_given():
 
 @pytest.mark.skipif(not WITH_TRITON, reason="needs a GPU and jax-triton")
 def test_auto_takes_triton_where_mosaic_cannot_run():
-    assert kda_jax.explain(**make_call(SHAPES["k60_v24"]).operands).implementation == "triton"
-    assert kda_jax.explain(**make_call(SHAPES["k64_v32"]).operands).implementation == "mosaic_gpu"
+    assert (
+        kda_jax.explain(
+            kda_jax.packed_decode, **make_call(SHAPES["k60_v24"]).operands
+        ).implementation
+        == "triton"
+    )
+    assert (
+        kda_jax.explain(
+            kda_jax.packed_decode, **make_call(SHAPES["k64_v32"]).operands
+        ).implementation
+        == "mosaic_gpu"
+    )

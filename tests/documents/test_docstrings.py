@@ -60,12 +60,6 @@ def test_parameters_are_the_tables(name):
     assert set(parameters) - known <= {"implementation"}
 
 
-def test_explain_takes_what_packed_decode_takes():
-    assert list(inspect.signature(kda_jax.explain).parameters) == list(
-        inspect.signature(kda_jax.packed_decode).parameters
-    )
-
-
 # What each operator calls the operands of an implementation.
 PACKED = {"pool": "initial_state", "slots": "ssm_state_indices", "sources": "source_indices"}
 UPDATE = {"pool": "initial_state_source", "writes": "intermediate_states"}

@@ -32,7 +32,9 @@ DRAFTS = (
 for implementation in ("mosaic_gpu", "triton"):
     for sources in (None, jnp.array([5, -1, EDGE + 1, 0, 1, 2, 3, EDGE + 9], jnp.int32)):
         if kda_jax.explain(
-            **x, initial_state=jax.ShapeDtypeStruct((SIZES.S, 32, 128, 128), jnp.float32)
+            kda_jax.packed_decode,
+            **x,
+            initial_state=jax.ShapeDtypeStruct((SIZES.S, 32, 128, 128), jnp.float32),
         ).reasons[implementation] not in (None, "mosaic_gpu comes first"):
             continue
         step = jax.jit(
