@@ -52,6 +52,7 @@ def _update(
     has_writes: tl.constexpr, update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
     epsilon: tl.constexpr,
 ):  # fmt: skip
+    """One program. One function: Triton inlines all, and parts would pass twenty values."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     block = tl.program_id(
         0
@@ -70,16 +71,16 @@ def _update(
     first = row * T
     count = T
     last = first + T
-    bare_last = last
+    cleared_last = last
     if varlen:
         # Clipped, so that no cu_seqlens makes the kernel read or write outside its arrays.
         first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + row).to(tl.int64), 0), T)
         last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + row + 1).to(tl.int64), first), T)
-        bare_last = tl.where(row == N - 1, T, last)
+        cleared_last = tl.where(row == N - 1, T, last)
         count = (last - first).to(tl.int32)
 
-    bare_first = tl.where(live, last, first)
-    for token in range(bare_first, bare_last):
+    cleared_first = tl.where(live, last, first)
+    for token in range(cleared_first, cleared_last):
         out_at = out_ptr + (token * HV + head) * V + v_index
         tl.store(out_at, tl.zeros((BV,), out_ptr.dtype.element_ty), mask=v_inside)
         if intermediate:

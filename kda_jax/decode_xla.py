@@ -30,11 +30,11 @@ def recurrence(state, q, k, v, log_decay, beta):
 
 def _update(operands: Operands, *, static: Static):
     """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref."""
-    f32, T, HV = jnp.float32, static.sizes.T, static.sizes.HV
+    f32, T = jnp.float32, static.sizes.T
     pool, slots, sources = operands.pool, operands.slots, operands.sources
     cu_seqlens, writes = operands.cu_seqlens, operands.writes
     tokens = (*_separate(operands, static), operands.a, operands.b)
-    A_log, dt_bias, maths = operands.A_log, operands.dt_bias, static.maths
+    A_log, dt_bias = operands.A_log, operands.dt_bias
     if cu_seqlens is not None:
         # No boundary reaches past the tokens, whatever it is.
         cu_seqlens = jnp.clip(cu_seqlens, 0, T)
@@ -49,32 +49,22 @@ def _update(operands: Operands, *, static: Static):
     owner = owners(cu_seqlens, T) if cu_seqlens is not None else None
     live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
-    q, k, v, a, b = tokens
-    if maths.use_qk_l2norm:
-        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
-    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * f32(maths.scale), k))
-    A_log, dt_bias = A_log.astype(f32).reshape(HV, 1), dt_bias.astype(f32).reshape(HV, -1)
-    log_decay, beta = gates.decay_and_beta(
-        a, b, A_log[None, None], dt_bias[None, None], maths, differentiable=True
-    )
-
+    tokens = _gated(*tokens, A_log, dt_bias, static)
     before = pools.read(state, slots, sources).astype(f32)
 
     def step(states, token):
         out, after = recurrence(states, *token)
         # Rounded after every token, as in that many one-token calls.
         after = after.astype(state.dtype)
-        return after.astype(f32), (
-            out,
-            after if static.intermediate or writes is not None else None,
-        )
+        kept = after if static.intermediate or writes is not None else None
+        return after.astype(f32), (out, kept)
 
     def step_of_owner(states, token):
         row, token = token[0], token[1:]
         after, seen = step(states.at[row].get(mode="fill", fill_value=0), token)
         return states.at[row].set(after, mode="drop"), seen
 
-    token_major = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta)]
+    token_major = [jnp.moveaxis(x, 1, 0) for x in tokens]
     if owner is not None:
         after, (out, seen) = jax.lax.scan(
             step_of_owner, before, (owner, *(x[:, 0] for x in token_major))
@@ -100,6 +90,17 @@ def _update(operands: Operands, *, static: Static):
 def _spread(mask, x):
     """A mask of leading axes, with axes of length 1 behind."""
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+
+
+def _gated(q, k, v, a, b, A_log, dt_bias, static):
+    """`(q, k, v, log_decay, beta)` of float32 tokens: q scaled, q and k of each value head."""
+    f32, HV, maths = jnp.float32, static.sizes.HV, static.maths
+    if maths.use_qk_l2norm:
+        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
+    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * f32(maths.scale), k))
+    A_log, dt_bias = A_log.astype(f32).reshape(HV, 1), dt_bias.astype(f32).reshape(HV, -1)
+    rates, biases = A_log[None, None], dt_bias[None, None]
+    return q, k, v, *gates.decay_and_beta(a, b, rates, biases, maths, differentiable=True)
 
 
 def _separate(operands, static):

@@ -13,7 +13,10 @@ first. There exp(G_i - G_j) is the product of two factors, one of i and one of j
 of log decays from the middle of the block: a product of a matrix of zeros and ones. So no exponent is above 0, no sum
 is subtracted from another, and no decay overflows. The same levels invert the triangular system, block by block.
 
-Barriers are written out where one warp overwrites shared memory that another reads: commit_smem is one.
+Barriers are written out where one warp overwrites shared memory that another reads; commit_smem is
+one.
+
+One file: two kernels of one algorithm, and the plan that both follow.
 """
 
 from typing import Any
@@ -175,6 +178,10 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths):
 
 
 def _make_body(refs, *, sizes, maths):
+    """One block of the first kernel: one chunk of one head.
+
+    One function: its parts share the chunk's shared memory and masks.
+    """
     K, V, HV = sizes.K, sizes.V, sizes.HV
     f32 = jnp.float32
     q_s, k_s, v_s, decay_s, keys_s, queries_s, square_s, ones_s = (
