@@ -2,47 +2,26 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# The rooms of the house, by floor. tools/ and __main__ are one room and may import each other.
-FLOORS = {
-    "kda_jax": {
-        11: "__main__ tools.__init__ tools.cli tools.demo tools.bench tools.timing tools.records "
-        "tools.synthetic tools.oracle",
-        10: "__init__",
-        9: "sharding nnx",
-        8: "layer",
-        7: "decode update prefill",
-        6: "dispatch",
-        5: "decode_xla decode_mosaic_gpu decode_triton prefill_xla prefill_mosaic_gpu conv norm "
-        "checkpoint",
-        4: "decode_mosaic_gpu_kernel",
-        3: "gates slots sequences layouts weights",
-        2: "call",
-        1: "pools",
-        0: "transforms mosaic decode_triton_kernel",
-    },
-    "kda_contracts": {
-        8: "__main__",
-        7: "__init__",
-        6: "cli",
-        5: "checkpoint",
-        4: "normalize",
-        3: "judge",
-        2: "kda bind options",
-        1: "spec remedy safetensors_header",
-        0: "arrays axes",
-    },
-}
-FOLDERS = {"kda_jax": ROOT / "kda_jax", "kda_contracts": ROOT / "contracts" / "kda_contracts"}
+sys.path.append(str(ROOT / "docs"))
+
+import draw_map  # noqa: E402  it lies in docs
+
+FOLDERS = {package: ROOT / folder for package, folder in draw_map.FOLDERS.items()}
 ONE_ROOM = re.compile(r"(tools\.\w+|__main__)")
 
 
 def floors(package):
-    return {name: floor for floor, names in FLOORS[package].items() for name in names.split()}
+    return {
+        name: floor
+        for floor, (_, _, names) in draw_map.FLOORS[package].items()
+        for name in names.split()
+    }
 
 
 def module_name(path, folder):
@@ -75,7 +54,7 @@ def imports(source, modules):
 
 def faults(package, module, source):
     """What is wrong with the imports of one file."""
-    modules = {name: floors(name) for name in FLOORS}
+    modules = {name: floors(name) for name in FOLDERS}
     own = modules[package][module]
     for target_package, target in imports(source, modules):
         if target_package == "kda_contracts" and package == "kda_jax":
@@ -89,20 +68,24 @@ def faults(package, module, source):
             yield f"{module} (floor {own}) imports {target} (floor {modules[package][target]})"
 
 
-@pytest.mark.parametrize("package", FLOORS)
+@pytest.mark.parametrize("package", FOLDERS)
 def test_every_file_has_a_floor(package):
     folder = FOLDERS[package]
     files = {module_name(path, folder) for path in folder.rglob("*.py")}
     assert files == set(floors(package))
 
 
-@pytest.mark.parametrize("package", FLOORS)
+@pytest.mark.parametrize("package", FOLDERS)
 def test_an_import_goes_to_a_lower_floor(package):
     folder, found = FOLDERS[package], []
     for path in folder.rglob("*.py"):
         module = module_name(path, folder)
         found += faults(package, module, path.read_text())
     assert not found
+
+
+def test_the_picture_is_the_table():
+    assert (ROOT / "docs" / "map.svg").read_text() == draw_map.picture(), "run docs/draw_map.py"
 
 
 @pytest.mark.parametrize(
