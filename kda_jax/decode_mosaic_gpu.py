@@ -102,7 +102,7 @@ class Config:
 
     @property
     def token_layout(self):
-        """That of `[WARPS, CHUNKS, *chunk_shape]`: each warp holds its token's, in copies if room."""
+        """That of `[WARPS, CHUNKS, *chunk_shape]`: each warp holds its own token, in copies."""
         shape = (WARPS, CHUNKS, *self.chunk_shape)
         copies = () if self.lanes == WARP_LANES else (plgpu.Replicated(WARP_LANES // self.lanes),)
         lanes = (*copies, *range(1 - len(shape), -1))
@@ -129,9 +129,9 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
 
     H200, K = V = 128, kernel us with tiles of 4, 8 and 16 KB (benchmarks/tuning.py measures them):
 
-        B*HV        32                64                96                128               192
-        float32     3.26 3.55 4.45    4.35 4.54 5.25    6.05 5.44 6.05    6.98 6.37 6.94    9.60 9.05 8.74
-        bfloat16    2.88 3.31 3.94                      4.35 4.09 4.77    5.54 4.80 5.22
+        B*HV      32              64              96              128             192
+        float32   3.26 3.55 4.45  4.35 4.54 5.25  6.05 5.44 6.05  6.98 6.37 6.94  9.60 9.05 8.74
+        bfloat16  2.88 3.31 3.94                  4.35 4.09 4.77  5.54 4.80 5.22
 
     At B*HV = 8192 two steps ahead are best for float32 (three are 1.1 % slower), and three for
     bfloat16 (two are 1.5 % slower). Four tokens, tiles of 1, 2, 4 and 8 steps: 1024 states, float32

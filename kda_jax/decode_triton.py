@@ -1,7 +1,7 @@
-"""The op as a Triton kernel through jax-triton, for what Mosaic GPU does not cover: any K up to 256, any V, older GPUs.
+"""Decode as a Triton kernel through jax-triton: any K up to 256, any V, older GPUs.
 
-The kernel is in decode_triton_kernel.py. Here are its tile and its launch, by either of jax-triton's two calling
-conventions.
+The kernel is in decode_triton_kernel.py. Here are its tile and its launch, by either of
+jax-triton's two calling conventions.
 """
 
 import functools
@@ -22,7 +22,8 @@ from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_
 _cache_dir = os.environ.get("TRITON_CACHE_DIR")
 try:
     import jax_triton
-finally:  # jax-triton 0.3.1 empties it, and no other Triton kernel of the process (PyTorch's) would compile any more
+finally:
+    # jax-triton 0.3.1 clears TRITON_CACHE_DIR, which breaks other users of Triton, such as PyTorch.
     if _cache_dir is None:
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
@@ -31,9 +32,8 @@ finally:  # jax-triton 0.3.1 empties it, and no other Triton kernel of the proce
 MAX_K = 256
 MAX_GRID = 2**31 - 1
 CAPABILITIES = (8.0, math.inf)  # compute capabilities of the GPUs that run it, from and to
-REFS = (
-    "out_type" in inspect.signature(jax_triton.triton_call).parameters
-)  # jax-triton 0.4: Refs, mutated in place
+# jax-triton 0.4 takes Refs and mutates them in place.
+REFS = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ def unsupported(sizes: Sizes) -> str | None:
 
 
 def choose_config(sizes: Sizes) -> Config:
-    """One warp a tile, so that the order of a row's sums follows from K alone; small tiles until they fill the GPU.
+    """One warp a tile, so that the order of a row's sums follows from K alone.
 
-    H200, K = V = 128, float32, kernel us with tiles of 4, 8, 16 rows: 3.36, 3.65, 4.19 at B*HV = 32; 5.70, 5.18, 5.73
-    at 96; 9.06, 8.22, 8.13 at 192. At 8192 the share of the in-place multiply is 0.94 (8), 0.95 (16), 0.92 (32).
+    Tiles are small until they fill the GPU. H200, K = V = 128, float32, kernel us with tiles of 4, 8, 16 rows: 3.36, 3.65, 4.19 at B*HV =
+    32; 5.70, 5.18, 5.73 at 96; 9.06, 8.22, 8.13 at 192. At 8192 the share of the in-place multiply
+    is 0.94 (8), 0.95 (16), 0.92 (32).
     """
     states = (sizes.B if sizes.N is None else sizes.N) * sizes.HV
     wanted = 4 if states < 64 else 8 if states < 160 else 16

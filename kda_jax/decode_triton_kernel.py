@@ -1,4 +1,4 @@
-"""The Triton kernel of decode_triton.py, in a file of its own: it needs Triton alone, and so compiles without a GPU.
+"""The Triton kernel of decode_triton.py: it needs Triton alone, and so compiles without a GPU.
 
 One program owns a tile of V rows of one (row, value head), over all its tokens. K and V are padded
 to powers of two and masked; every offset into the pool is 64 bits wide. The maths is that of
@@ -42,21 +42,20 @@ def _sigmoid(x):
 
 @triton.jit
 def _update(
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, sources_ptr, cu_seqlens_ptr, writes_ptr,
-    pool_ptr, out_ptr, states_ptr,
-    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr, v_stride: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, sources_ptr,
+    cu_seqlens_ptr, writes_ptr, pool_ptr, out_ptr, states_ptr, S: tl.constexpr, N: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr, v_stride: tl.constexpr,
     k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr,
     softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr, allow_neg_eigval: tl.constexpr,
-    activated: tl.constexpr, use_qk_l2norm: tl.constexpr, has_sources: tl.constexpr, varlen: tl.constexpr,
-    has_writes: tl.constexpr, update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
-    epsilon: tl.constexpr,
+    activated: tl.constexpr, use_qk_l2norm: tl.constexpr, has_sources: tl.constexpr,
+    varlen: tl.constexpr, has_writes: tl.constexpr, update_state: tl.constexpr,
+    intermediate: tl.constexpr, largest: tl.constexpr, epsilon: tl.constexpr,
 ):  # fmt: skip
     """One program. One function: Triton inlines all, and parts would pass twenty values."""
     tiles: tl.constexpr = (V + BV - 1) // BV
-    block = tl.program_id(
-        0
-    )  # tiles fastest, then heads, then rows: consecutive blocks walk a slot in order
+    # Tiles fastest, then heads, then rows: consecutive blocks walk a slot in order.
+    block = tl.program_id(0)
     tile = block % tiles
     head = (block // tiles) % HV
     row = (block // (tiles * HV)).to(tl.int64)
@@ -156,38 +155,40 @@ def _update(
 @triton.jit
 def kda_update(
     q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, pool, out, states,
-    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr, v_stride: tl.constexpr,
-    k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr,
-    softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr, allow_neg_eigval: tl.constexpr,
-    activated: tl.constexpr, use_qk_l2norm: tl.constexpr, has_sources: tl.constexpr, varlen: tl.constexpr,
-    has_writes: tl.constexpr, update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
+    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr,
+    v_stride: tl.constexpr, k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr,
+    lower_bound: tl.constexpr, softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr,
+    allow_neg_eigval: tl.constexpr, activated: tl.constexpr, use_qk_l2norm: tl.constexpr,
+    has_sources: tl.constexpr, varlen: tl.constexpr, has_writes: tl.constexpr,
+    update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
     epsilon: tl.constexpr,
 ):  # fmt: skip
-    """jax-triton 0.4: the pool, a Ref where it is written, then the outputs. Also for a pool that is only read."""
+    """jax-triton 0.4, and any pool that is only read: the pool, a Ref if written, then outputs."""
     _update(
         q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, pool, out, states,
-        S, N, T, H, HV, K, V, BK, BV, q_stride, v_stride, k_start, v_start, scale, lower_bound, softplus_beta,
-        softplus_threshold, allow_neg_eigval, activated, use_qk_l2norm, has_sources, varlen, has_writes, update_state,
-        intermediate, largest, epsilon,
+        S, N, T, H, HV, K, V, BK, BV, q_stride, v_stride, k_start, v_start, scale, lower_bound,
+        softplus_beta, softplus_threshold, allow_neg_eigval, activated, use_qk_l2norm, has_sources,
+        varlen, has_writes, update_state, intermediate, largest, epsilon,
     )  # fmt: skip
 
 
 @triton.jit
 def kda_update_aliased(
     q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, pool, out, states, same_pool,
-    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr, v_stride: tl.constexpr,
-    k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr, lower_bound: tl.constexpr,
-    softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr, allow_neg_eigval: tl.constexpr,
-    activated: tl.constexpr, use_qk_l2norm: tl.constexpr, has_sources: tl.constexpr, varlen: tl.constexpr,
-    has_writes: tl.constexpr, update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
+    S: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, q_stride: tl.constexpr,
+    v_stride: tl.constexpr, k_start: tl.constexpr, v_start: tl.constexpr, scale: tl.constexpr,
+    lower_bound: tl.constexpr, softplus_beta: tl.constexpr, softplus_threshold: tl.constexpr,
+    allow_neg_eigval: tl.constexpr, activated: tl.constexpr, use_qk_l2norm: tl.constexpr,
+    has_sources: tl.constexpr, varlen: tl.constexpr, has_writes: tl.constexpr,
+    update_state: tl.constexpr, intermediate: tl.constexpr, largest: tl.constexpr,
     epsilon: tl.constexpr,
 ):  # fmt: skip
-    """jax-triton 0.3: the pool comes once more, behind the outputs, as the output that aliases it."""
+    """jax-triton 0.3: the pool comes once more, as the last output, which aliases it."""
     _update(
         q, k, v, a, b, A_log, dt_bias, slots, sources, cu_seqlens, writes, same_pool, out, states,
-        S, N, T, H, HV, K, V, BK, BV, q_stride, v_stride, k_start, v_start, scale, lower_bound, softplus_beta,
-        softplus_threshold, allow_neg_eigval, activated, use_qk_l2norm, has_sources, varlen, has_writes, update_state,
-        intermediate, largest, epsilon,
+        S, N, T, H, HV, K, V, BK, BV, q_stride, v_stride, k_start, v_start, scale, lower_bound,
+        softplus_beta, softplus_threshold, allow_neg_eigval, activated, use_qk_l2norm, has_sources,
+        varlen, has_writes, update_state, intermediate, largest, epsilon,
     )  # fmt: skip

@@ -1,17 +1,19 @@
-"""Chunked prefill as two Pallas Mosaic GPU kernels for NVIDIA GPUs of compute capability 9.0 (Hopper's wgmma).
+"""Prefill in chunks as two Pallas Mosaic GPU kernels, for compute capability 9.0 (its wgmma).
 
-The first takes a chunk of 64 tokens of one head for each warpgroup and makes what needs no state: w, u, the scores,
-q exp(G), k exp(G_last - G) and exp(G_last) of `prefill_xla.py`. The second takes TILE value columns of one head of one
-sequence, and walks its chunks with the state in registers, transposed (`[K, TILE]`), while another warpgroup copies
-the chunks ahead into shared memory:
+The first takes a chunk of 64 tokens of one head for each warpgroup and makes what needs no state:
+w, u, the scores, q exp(G), k exp(G_last - G) and exp(G_last) of `prefill_xla.py`. The second takes
+TILE value columns of one head of one sequence, and walks its chunks with the state in registers,
+transposed (`[K, TILE]`), while another warpgroup copies the chunks ahead into shared memory:
 
-    new = u - w S^T        out = (q exp(G)) S^T + scores new        S^T <- exp(G_last) S^T + k'^T new
+    new = u - w S^T      out = (q exp(G)) S^T + scores new      S^T <- exp(G_last) S^T + k'^T new
 
-All products run on the tensor cores, from bfloat16 to float32. Every pair of tokens i > j of a chunk is split by the
-one level `half` = 32, 16, .. 1 at which i lies in the second half of an aligned block of 2 `half` tokens and j in the
-first. There exp(G_i - G_j) is the product of two factors, one of i and one of j, and each is the exponential of a sum
-of log decays from the middle of the block: a product of a matrix of zeros and ones. So no exponent is above 0, no sum
-is subtracted from another, and no decay overflows. The same levels invert the triangular system, block by block.
+All products run on the tensor cores, from bfloat16 to float32. Every pair of tokens i > j of a
+chunk is split by the one level `half` = 32, 16, .. 1 at which i lies in the second half of an
+aligned block of 2 `half` tokens and j in the first. There exp(G_i - G_j) is the product of two
+factors, one of i and one of j, and each is the exponential of a sum of log decays from the middle
+of the block: a product of a matrix of zeros and ones. So no exponent is above 0, no sum is
+subtracted from another, and no decay overflows. The same levels invert the triangular system, block
+by block.
 
 Barriers are written out where one warp overwrites shared memory that another reads; commit_smem is
 one.
@@ -51,7 +53,8 @@ CAPABILITIES = (9.0, 9.0)  # wgmma is of this compute capability alone
 def unsupported(sizes: Sizes, dtypes) -> str | None:
     """Why these kernels cannot run these sizes and dtypes of q, k and v, or None."""
     if any(jnp.dtype(dtype) != NARROW for dtype in dtypes):
-        return f"q, k and v are {', '.join(str(jnp.dtype(x)) for x in dtypes)}, and its products are of bfloat16"
+        given = ", ".join(str(jnp.dtype(x)) for x in dtypes)
+        return f"q, k and v are {given}, and its products are of bfloat16"
     if sizes.K not in (64, 128):
         return f"K={sizes.K} is not 64 or 128"
     if sizes.V % 64 or sizes.V > 256:
@@ -62,7 +65,8 @@ def unsupported(sizes: Sizes, dtypes) -> str | None:
 def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
     """`(out [B, T, HV, V], after [N, HV, V, K])` of operands as `chunk_kda` takes them.
 
-    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
+    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
+      outs are zeros.
     """
     sizes, T = static.sizes, static.sizes.T
     length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
@@ -109,9 +113,10 @@ def _plan(cu_seqlens, live, sizes):
     """Which tokens the chunks hold: `(chunks, begin, low, high, shown)`, all int32.
 
     Returns:
-      chunks: `[sequences + 1]`, the first chunk of each sequence. Dense: each has its own lane, and all begin at 0.
-      begin: `[n, lanes]`, the token at which a chunk begins, a multiple of ALIGNED. Its rows low to high - 1 are tokens
-        of its sequence, and low to shown - 1 where the sequence is live.
+      chunks: `[sequences + 1]`, the first chunk of each sequence. Dense: each has its own lane, and
+        all begin at 0.
+      begin: `[n, lanes]`, the token at which a chunk begins, a multiple of ALIGNED. Its rows low to
+        high - 1 are tokens of its sequence, and low to shown - 1 where the sequence is live.
     """
     T, i32 = sizes.T, jnp.int32
     if cu_seqlens is None:
@@ -147,7 +152,10 @@ def _plan(cu_seqlens, live, sizes):
 
 
 def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths):
-    """`(w, u, scores, q', k', last)` of every chunk, `[n, lanes, HV, CHUNK, ...]`, the last `[n, lanes, HV, K]`."""
+    """`(w, u, scores, q', k', last)` of every chunk.
+
+    They are `[n, lanes, HV, CHUNK, ...]`, the last one `[n, lanes, HV, K]`.
+    """
     n, lanes = begin.shape
     HV, K, V = sizes.HV, sizes.K, sizes.V
     operands = dict(q=q, k=k, v=v, decay=log2_decay, beta=beta, begin=begin, low=low, shown=shown)
@@ -222,7 +230,7 @@ def _make_body(refs, *, sizes, maths):
     ones_s[...] = plgpu.layout_cast(jnp.ones((CHUNK, CHUNK), jnp.float16), LAYOUT)
 
     def sums(first, last):
-        """The product that gives, for each row, the sum of the log decays of the tokens first to last: `[CHUNK, K]`."""
+        """The product that gives the log decays of tokens first to last, summed: `[CHUNK, K]`."""
         which = (col >= along(first, CHUNK, 0)) & (col <= along(last, CHUNK, 0))
         return jnp.where(which, jnp.float16(1), jnp.float16(0)), decay_s, _zeros(K)
 
@@ -233,15 +241,14 @@ def _make_body(refs, *, sizes, maths):
     beta_of_rows = -_load(beta, LAYOUT.reduce(1))
     corner_s = queries_s.at[:, pl.ds(0, CHUNK)]  # free once its product is done
 
-    def level(
-        number, carry
-    ):  # a loop: unrolled, half of the time (1.1 ms of 8192 tokens) went into fetching code
+    # A loop: unrolled, half of the time (1.1 ms of 8192 tokens on an H200) went into fetching code.
+    def level(number, carry):
         scores, inverse = carry
         half = lax.shift_left(jnp.int32(1), number.astype(jnp.int32))
         middle = (rows & -(2 * half)) + half
         (apart,) = _products(sums(jnp.minimum(middle, rows + 1), jnp.maximum(middle - 1, rows)))
         apart = jnp.exp2(apart)
-        plgpu.commit_smem()  # all warps are through with the level before, whose corner_s is overwritten now
+        plgpu.commit_smem()  # all warps have read corner_s of the level before
         queries_s[...] = (_load(q_s).astype(f32) * apart).astype(NARROW)
         keys_s[...] = (_load(k_s).astype(f32) * apart).astype(NARROW)
         square_s[...] = inverse.astype(NARROW)
@@ -421,14 +428,20 @@ def _launch(body, operands, results, scratch, *, blocks, name, warpgroups=1):
 
 
 def _shared(*shape, dtype=NARROW):
-    """Shared memory of rows of 128 bytes and more as wgmma reads it; left to layout inference, it takes minutes."""
+    """Shared memory of rows of 128 bytes and more, as wgmma reads it.
+
+    Layout inference would take minutes to find it.
+    """
     return plgpu.SMEM(
         shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     )
 
 
 def _products(*operands):
-    """onto + a @ b in float32 for each `(a, b, onto)`: a in registers or shared memory, b in shared memory."""
+    """onto + a @ b in float32 for each `(a, b, onto)`.
+
+    a is in registers or in shared memory, b in shared memory.
+    """
 
     def multiply(refs):
         for ref, (a, b, _) in zip(refs, operands, strict=True):
