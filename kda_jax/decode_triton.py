@@ -64,9 +64,9 @@ def unsupported(sizes: Sizes) -> str | None:
 def choose_config(sizes: Sizes) -> Config:
     """One warp a tile, so that the order of a row's sums follows from K alone.
 
-    Tiles are small until they fill the GPU. H200, K = V = 128, float32, kernel us with tiles of 4, 8, 16 rows: 3.36, 3.65, 4.19 at B*HV =
-    32; 5.70, 5.18, 5.73 at 96; 9.06, 8.22, 8.13 at 192. At 8192 the share of the in-place multiply
-    is 0.94 (8), 0.95 (16), 0.92 (32).
+    Tiles are small until they fill the GPU. H200, K = V = 128, float32, kernel us with tiles of 4,
+    8, 16 rows: 3.36, 3.65, 4.19 at B*HV = 32; 5.70, 5.18, 5.73 at 96; 9.06, 8.22, 8.13 at 192. At
+    8192 the share of the in-place multiply is 0.94 (8), 0.95 (16), 0.92 (32).
     """
     states = (sizes.B if sizes.N is None else sizes.N) * sizes.HV
     wanted = 4 if states < 64 else 8 if states < 160 else 16
