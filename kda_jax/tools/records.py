@@ -122,10 +122,11 @@ class Record:
     output: str | None = None
     begun: float = field(default_factory=time.perf_counter)
 
-    def add(self, key, entry):
-        """Appends an entry to the list under `key`, prints it and writes the file."""
+    def add(self, key, entry, *, quiet=False):
+        """Appends an entry to the list under `key`, prints it unless `quiet`, writes the file."""
         self.results.setdefault(key, []).append(entry)
-        print(f"{self.seconds:6.1f} s  {key}: {json.dumps(entry)}", flush=True)
+        if not quiet:
+            print(f"{self.seconds:6.1f} s  {key}: {json.dumps(entry)}", flush=True)
         if self.output:
             write(self.output, self.results)
 
