@@ -1,8 +1,11 @@
 """Results files: a clean tree at a known commit, or none; and what stands in them."""
 
 import argparse
+import importlib.util
 import json
 import subprocess
+import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -146,3 +149,48 @@ def test_driver_and_capability_come_from_nvidia_smi(monkeypatch):
     got = records.environment(device="NVIDIA X")
     assert (got["device"], got["driver"]) == ("NVIDIA X", "580.12")
     assert got["compute_capability"] == "9.0"
+
+
+@pytest.fixture(scope="module")
+def suite():
+    """tests/conftest.py, as a module of its own."""
+    path = Path(__file__).parents[1] / "conftest.py"
+    spec = importlib.util.spec_from_file_location("suites_conftest", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def config_of(source="TESTPATHS", **options):
+    return types.SimpleNamespace(
+        args_source=getattr(pytest.Config.ArgsSource, source),
+        getoption=lambda name, default=None: options.get(name, default),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "whole"),
+    [
+        (config_of(), True),
+        (config_of(keyword="", maxfail=0, deselect=None), True),
+        (config_of("ARGS"), False),
+        (config_of(keyword="decode"), False),
+        (config_of(markexpr="not slow"), False),
+        (config_of(ignore=["tests/peers"]), False),
+        (config_of(maxfail=1), False),
+    ],
+)
+def test_a_selection_is_not_the_suite(suite, config, whole):
+    assert suite.selects_all(config) is whole
+
+
+def test_the_suites_outcome_is_counted_by_test(suite):
+    def report(name, *keywords):
+        return types.SimpleNamespace(nodeid=name, keywords=keywords)
+
+    stats = {"passed": [report("a", "gpu"), report("b")], "failed": [report("d", "gpu")]}
+    stats |= {"error": [report("c")], "skipped": [report("e", "gpu"), report("f")]}
+    counts, gpu = suite.outcomes(stats)
+    assert (counts["passed"], counts["failed"], counts["error"], counts["skipped"]) == (2, 1, 1, 2)
+    assert (gpu["passed"], gpu["failed"], gpu["error"], gpu["skipped"]) == (1, 1, 0, 1)
+    assert suite.failures(stats) == ["c", "d"]
