@@ -94,9 +94,9 @@ def sglang_op(folder):
 
 
 def sglang_folder(given):
-    """The folder of the installed package, found without running it; None where it is not there."""
+    """The folder of the installed package, found without running it, or None."""
     spec = None if given else importlib.util.find_spec("sglang")
-    return given or (spec and [*spec.submodule_search_locations][0])
+    return given or (spec and next(iter(spec.submodule_search_locations)))
 
 
 def multiply(pool, x):
