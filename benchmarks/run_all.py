@@ -51,7 +51,6 @@ PARTS = {
     "decode-ordered": decode(*KERNELS, "--ordered", "--shapes", "64x32,256x32,128x96"),
     "decode-xla": decode("--implementations", "xla", "--shapes", "8x4,8x32"),
     "stacked-pools": Part("benchmarks/stacked_pools.py", limit=90, toy=False),
-    "drift": Part("benchmarks/drift.py", limit=120, toy=False),
     "tuning-float32": Part("benchmarks/tuning.py", limit=300, toy=False),
     "tuning-bfloat16": Part("benchmarks/tuning.py", TUNED_NARROW, limit=180, toy=False),
 }
@@ -70,8 +69,7 @@ def command(name, part, options):
 
 
 def output(name, options):
-    name = name if name == "drift" else f"{DEVICE}-{name}"
-    return Path(options.folder).resolve() / f"{name}.json"
+    return Path(options.folder).resolve() / f"{DEVICE}-{name}.json"
 
 
 def run(words, limit, log):

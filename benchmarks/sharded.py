@@ -37,13 +37,17 @@ TEMPORARIES = 0.01  # of a device's share of a pool; of several layers' looped p
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 FORBIDDEN = ("all-gather", "all-to-all", "collective-permute")
 LENGTHS = (66, 4)  # of the prefilled sequences: more than a chunk, and less
-# Host devices that outnumber the cores starve one another in the threads they share; their code need not be fast.
+# Host devices that outnumber the cores starve one another in the threads they share; their code
+# need not be fast.
 ON_CPU = {"xla_cpu_multi_thread_eigen": False, "xla_backend_optimization_level": 1}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A mesh, and the axes of it that cut the heads and the slots with their rows; neither: one device, unsharded."""
+    """A mesh, and the axes of it that cut the heads, and the slots with their rows.
+
+    Neither: one device, unsharded.
+    """
 
     mesh: Mesh
     heads: str | None = None
@@ -57,7 +61,7 @@ class Cut:
 
 
 def cuts_of(n):
-    """(one device, [the cuts over n devices]): heads, rows, and then meshes of both axes in both orders."""
+    """(one device, [the cuts over n devices]): heads, rows, both axes in both orders."""
 
     def cut(heads=None, rows=None, **axes):
         devices = jax.devices()[: int(np.prod([*axes.values()]))]
@@ -97,7 +101,7 @@ def zeros(cut, tree, specs):
 
 
 def random(shapes, seed, dtype=None):
-    """Arrays of these shapes with the variance of 1 over the first axis; large ones repeat themselves."""
+    """Arrays of these shapes, of variance 1 over the first axis; large ones repeat themselves."""
     rng = np.random.default_rng(seed)
 
     def draw(x):
@@ -108,7 +112,7 @@ def random(shapes, seed, dtype=None):
 
 
 def own_slots(B, S, n, seed=0):
-    """[B] random slots; each row lies on the shard of its slot, for every cut of B and S into a divisor of n."""
+    """[B] random slots; each row is on the shard of its slot, for every cut into a divisor of n."""
     rng = np.random.default_rng(seed)
     parts = [shard * (S // n) + rng.permutation(S // n)[: B // n] for shard in range(n)]
     return np.concatenate(parts).astype(np.int32)
@@ -173,10 +177,10 @@ def config_of(name, n, toy):
 
 
 def program(record, what, cut, step, *operands, donated, all_reduces=None, pools=0, **options):
-    """The compiled step. Raises for a wrong collective; notes a fault where what is donated is copied.
+    """The compiled step. Raises for a wrong collective; notes a fault where the donated is copied.
 
-    `all_reduces`: how many there must be, if that is sure. `pools`: how many pools of a server's size are donated, so
-    that temporaries can be held against one of them.
+    `all_reduces`: how many there must be, if that is sure. `pools`: how many pools of a server's size
+    are donated, so that temporaries can be held against one of them.
     """
     compiled = jax.jit(step, donate_argnums=donated, **options).lower(*operands)
     compiled = compiled.compile(ON_CPU if jax.default_backend() == "cpu" else None)
@@ -184,7 +188,8 @@ def program(record, what, cut, step, *operands, donated, all_reduces=None, pools
     counts = {name: len(re.findall(rf"\b{name}(?:-start)?\(", text)) for name in COLLECTIVES}
     leaves = jax.tree.leaves(operands[donated])
     share = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    sizes = dict(share=share, temporaries=memory.temp_size_in_bytes)  # pyrefly: ignore[missing-attribute]
+    sizes = {"share": share}
+    sizes["temporaries"] = memory.temp_size_in_bytes  # pyrefly: ignore[missing-attribute]
     sizes["aliased"] = memory.alias_size_in_bytes  # pyrefly: ignore[missing-attribute]
     record.add("collectives", {"what": what, "mesh": str(cut)} | counts | sizes)
     if any(counts[name] for name in FORBIDDEN) or all_reduces not in (None, counts["all-reduce"]):
@@ -203,7 +208,7 @@ def program(record, what, cut, step, *operands, donated, all_reduces=None, pools
 
 
 def agree(record, what, cut, got, wanted, limit):
-    """Records the error, of the norm; raises unless it is within the limit, where 0 means the same bits."""
+    """Records the error, of the norm; raises unless it is within the limit. 0: the same bits."""
     got, wanted, error = np.asarray(got), np.asarray(wanted), float("inf")
     if got.shape == wanted.shape and got.dtype == wanted.dtype:
         exact = wanted.astype(np.float64)
@@ -239,7 +244,8 @@ def compare_recurrence(record, one, cuts, n):
         compiled, _ = program(record, "recurrence", cut, step, pool, own, donated=0, all_reduces=0)
         return dict(zip(("out", "state"), compiled(pool, own), strict=True))
 
-    # A kernel's bits depend on no other row or head; XLA on a CPU contracts products and sums as the shape has it.
+    # A kernel's bits depend on no other row or head; XLA on a CPU contracts products and sums as
+    # the shape has it.
     compare(record, "recurrence", one, cuts, run, 0.0 if jax.default_backend() == "gpu" else 1e-6)
 
 
@@ -290,13 +296,17 @@ def check_memory(record, cuts, n, toy):
 
 
 def layer_us(record, what, cut, step, carry, inputs, *, steps, repeats=(5, 3), pools=0):
-    """(microseconds of a layer, all-reduces in the program): `step(x, pool, own) -> (x, pool)` over layers, looped."""
+    """(microseconds of a layer, all-reduces in the program) of a loop over layers.
+
+    step: `(x, pool, own) -> (x, pool)`.
+    """
 
     def loop(carry, inputs):
         def body(_, carry):
             x, pools = carry[0], list(carry[1])
             for layer, own in enumerate(inputs):
-                # Nothing is prepared from the weights outside the loop: a model's step meets each of them once.
+                # Nothing is prepared from the weights outside the loop: a model's step meets each
+                # of them once.
                 x, own = jax.lax.optimization_barrier((x, own))
                 x, pools[layer] = step(x, pools[layer], own)
             return x, pools
@@ -369,7 +379,10 @@ def scale_recurrence(record, one, cuts, n, toy, layers=2):
 
 
 def scale_layer(record, name, one, cuts, n, toy, *, B=0, T=0):
-    """Decode of B rows, or prefill of one sequence of T tokens; y and a constant are the next layer's x."""
+    """Decode of B rows, or prefill of one sequence of T tokens.
+
+    y and a constant are the next layer's x.
+    """
     config = config_of(name, n, toy)
     weights, cache = layer_shapes(config, 16 * B or 4)
     touched = (
@@ -455,11 +468,12 @@ def main(arguments=None):
         for name, B in (("kimi-k3", 4),) if toy else decodes:
             scale_layer(record, name, one, cuts[:2], n, toy, B=n * -(-B // n))
         scale_layer(record, "kimi-linear-48b", one, cuts[:1], n, toy, T=128 if toy else 8192)
-    if faults := record.results.get("faults"):
+    results = record.finish()
+    if faults := results.get("faults"):
         raise SystemExit(
             f"{len(faults)} programs copy their pools, or hold too much beside them: see faults"
         )
-    return record.finish()
+    return results
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/tuning.py [--shapes 1x32:1,...] [--pool-dtype bfloat16] [--output FILE]
 
-For each shape B x HV and number of tokens (the one behind the colon): the in-place multiply of the live states, and the
-kernel's median under each Config (`chosen` marks the one that the kernel takes by itself). Every
-Config meets float64 before it is timed; K = V = 128, random slots, cold L2. `--toy` only lists them.
+For each shape B x HV and number of tokens (behind the colon): the in-place multiply of the live
+states, and the kernel's median under each Config (`chosen` marks the one that the kernel takes by
+itself). Every Config meets float64 before it is timed; K = V = 128, random slots, cold L2. `--toy`
+only lists the Configs.
 """
 
 import argparse

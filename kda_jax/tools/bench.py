@@ -47,7 +47,7 @@ def packed_decode(implementation):
 
 
 def multiply(pool, inputs):
-    """The ceiling: every live state read once and written once, in address order, with one multiplication."""
+    """The ceiling: every live state read once and written once, in address order."""
     return (), pool * jnp.float32(0.999)
 
 
@@ -107,7 +107,7 @@ def _entry(times, live_bytes):
 
 
 def compile_seconds(implementation="auto"):
-    """{layers: seconds to lower and compile one step over a list of so many pools}; Kimi-K3 has 69."""
+    """{layers: seconds to lower and compile a step over a list of so many pools}; Kimi-K3 has 69."""
     seconds = {}
     for layers in (1, 69):
         # Another batch for each: nothing is found in a cache.
@@ -163,7 +163,7 @@ def need_a_gpu(toy):
 
 
 def run(options):
-    """Measures every shape, prints a row each, and writes the results file. Returns the exit code."""
+    """Measures every shape, prints a row each, writes the results file; returns the exit code."""
     need_a_gpu(options.toy)
     names = runnable(options.implementations, options.pool_dtype)
     record = records.start(

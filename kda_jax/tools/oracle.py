@@ -1,4 +1,4 @@
-"""The recurrence in float64 NumPy, written from its definition: what every implementation is judged by.
+"""The recurrence in float64 NumPy, from its definition: what judges every implementation.
 
 It shares no line with gates.py or decode_xla.py, so a mistake there cannot hide here.
 """
@@ -26,7 +26,7 @@ def packed_decode(
 ):
     """One decode step, row after row.
 
-    Args: as `kda_jax.packed_decode`, any float dtype; they are widened to float64 and never rounded again.
+    Args: as `kda_jax.packed_decode`, any float dtype; they are widened to float64, never rounded.
 
     Returns:
       `(out, state)`, float64 NumPy `[B, 1, HV, V]` and `[S, HV, V, K]`; no argument is changed.
@@ -71,7 +71,10 @@ def gates(
     softplus_threshold=np.inf,
     neg_eigval=False,
 ):
-    """`(log_decay, beta)` in float64 from `a` `[B, T, HV, K]`, `b` `[B, T, HV]`; A_log or dt_bias None are zeros."""
+    """`(log_decay, beta)` in float64 from `a` `[B, T, HV, K]` and `b` `[B, T, HV]`.
+
+    A_log or dt_bias None are zeros.
+    """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     HV, K = a.shape[-2:]
     A_log = np.zeros(HV) if A_log is None else np.asarray(A_log, np.float64).reshape(HV)
@@ -106,8 +109,10 @@ def update(
 
     Args:
       q, k: `[B, T, H, K]`. v: `[B, T, HV, V]`. log_decay: `[B, T, HV, K]`. beta: `[B, T, HV]`.
-      pool: `[S, HV, V, K]`. slots: `[N]`. sources: None or `[N]`, read instead; outside the pool: a zero state.
-      cu_seqlens: None (B == N), or `[N+1]` (B == 1). write: None or `[B, T]`, slots that take the state of each token.
+      pool: `[S, HV, V, K]`. slots: `[N]`. sources: None or `[N]`, read instead; outside the pool:
+        a zero state.
+      cu_seqlens: None (B == N), or `[N+1]` (B == 1). write: None or `[B, T]`, slots that take the
+        state of each token.
 
     Returns:
       `(out, state, intermediate)`, float64 `[B, T, HV, V]`, `[S, HV, V, K]`, `[B, T, HV, V, K]`.

@@ -1,4 +1,4 @@
-"""Results files: what was measured, on which device, with which versions, at which commit, when and how.
+"""Results files: what was measured, on which device, with which versions, when and how.
 
 A script writes its file whole, in one run at one clean commit. Where there is git, the commit is
 git's, and a tree with changes is refused; where there is none, the caller names it (`--commit`).

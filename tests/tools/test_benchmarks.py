@@ -15,7 +15,7 @@ import pytest
 from support import ON_GPU, running
 
 import kda_jax
-from kda_jax.tools import bench, oracle, timing
+from kda_jax.tools import bench, demo, oracle, timing
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import layer_decode
@@ -45,6 +45,13 @@ def test_near_wants_the_shape_and_the_values():
     for wrong in (right * 1.001, right[:1], right * np.nan):
         with pytest.raises(SystemExit, match="nothing is timed"):
             oracle.must_be_near("x", wrong, right, 1e-6)
+
+
+@pytest.mark.parametrize("spoiled", [{"untouched": False}, {"err_out": 1.0}, {"err_state": 1.0}])
+def test_the_demo_passes_only_where_all_is_right(spoiled):
+    right = {"untouched": True, "err_out": 0.0, "err_state": 0.0}
+    assert demo.passed(right)
+    assert not demo.passed(right | spoiled)
 
 
 @pytest.mark.parametrize("factors", [(1.01, 1.0), (1.0, 1.001)])
