@@ -95,8 +95,10 @@ def sglang_op(folder):
 
 def sglang_folder(given):
     """The folder of the installed package, found without running it, or None."""
-    spec = None if given else importlib.util.find_spec("sglang")
-    return given or (spec and next(iter(spec.submodule_search_locations)))
+    if given:
+        return given
+    spec = importlib.util.find_spec("sglang")
+    return spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else None
 
 
 def multiply(pool, x):
@@ -216,7 +218,8 @@ def main(arguments=None):
         **dict(K=K, V=V, peers=[*ops]),
     )
     for shape in options.shapes.split(","):
-        record.add("rows", measure(*map(int, shape.split("x")), ops))
+        B, HV = map(int, shape.split("x"))
+        record.add("rows", measure(B, HV, ops))
     return record.finish()
 
 

@@ -146,15 +146,15 @@ def main(arguments=None):
         H, lengths, names, checked = 1, [100], ["xla"], 100
     record = records.start(options, toy=options.toy, **dict(B=1, H=H, K=K, V=V, dtype="bfloat16"))
     steps = {
-        name: [functools.partial(f, implementation=name) for f in (recurrence, with_gates)]
+        name: tuple(functools.partial(f, implementation=name) for f in (recurrence, with_gates))
         for name in names
     }
-    for functions in steps.values():
-        check(*functions, checked, H)
-    for name, functions in steps.items():
+    for bare, gated in steps.values():
+        check(bare, gated, checked, H)
+    for name, (bare, gated) in steps.items():
         for T in lengths:
             if LONGEST[name] >= T:
-                record.add("rows", {"implementation": name} | measure(*functions, T, H))
+                record.add("rows", {"implementation": name} | measure(bare, gated, T, H))
     return record.finish()
 
 

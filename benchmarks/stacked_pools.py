@@ -71,7 +71,7 @@ def measure(form, pools, x, wanted, *, barrier, flag):
     compiled = lowered.compile(FLAG if flag else None)
     text = re.sub(r"metadata=\{[^}]*\}", "", compiled.as_text() or "")
     got = np.asarray(compiled(jnp.copy(pools), x), np.float64)
-    row = {"layers": form.__name__, "barrier": barrier, "fusion_off_by_flag": flag}
+    row: dict = {"layers": form.__name__, "barrier": barrier, "fusion_off_by_flag": flag}
     row["largest_error_by_layer"] = np.abs(got - wanted).max((1, 2, 3, 4)).tolist()
     return row | {"fused": any(mark in text for mark in MARKS)}
 

@@ -82,7 +82,7 @@ def environment(packages=(), device=None):
     """
     on_gpu = device is not None or jax.default_backend() == "gpu"
     driver, capability = _driver() if on_gpu else (None, None)
-    versions = {"python": platform.python_version(), "jax": jax.__version__}
+    versions: dict = {"python": platform.python_version(), "jax": jax.__version__}
     versions |= {"jaxlib": jaxlib.__version__, "numpy": np.__version__}
     versions |= {"kda_jax": kda_jax.__version__}
     for package in packages:
