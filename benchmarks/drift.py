@@ -1,11 +1,12 @@
-"""How far a pool drifts from float64 over thousands of decode steps, for float32 and bfloat16 pools.
+"""How far a pool drifts from float64 over thousands of decode steps, for two dtypes of the pool.
 
     python benchmarks/drift.py [--steps 2048] --output benchmarks/results/drift.json
     python benchmarks/drift.py --draw benchmarks/results/drift.json --plot docs/drift.svg
 
-Every step's relative error of the state (norm over norm) against the float64 oracle, on the same bfloat16 activations.
-Two kinds of heads: those of the tests (A_log = log U(1, 16): memory of a few tokens), and heads that forget a thousand
-times more slowly (memory of thousands), where rounding has time to add up.
+Every step's relative error of the state (norm over norm) against the float64 oracle, on the same
+bfloat16 activations. There are two kinds of heads: those of the tests (A_log = log U(1, 16): memory
+of a few tokens), and heads that forget a thousand times more slowly (memory of thousands), where
+rounding has time to add up. The errors are what is measured, so nothing here is timed.
 """
 
 import argparse
@@ -18,8 +19,7 @@ import numpy as np
 
 import kda_jax
 from kda_contracts import Sizes
-from kda_jax.tools import oracle
-from kda_jax.tools.bench import environment
+from kda_jax.tools import oracle, records
 from kda_jax.tools.synthetic import random_operands
 
 SIZES = Sizes(B=2, H=2, HV=2, K=128, V=32, S=3)
@@ -94,42 +94,36 @@ def plot(results, path):
     figure.savefig(path, metadata={"Date": None})
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=2048)
     parser.add_argument("--implementation", default="auto")
-    parser.add_argument("--output", help="JSON file to write")
     parser.add_argument("--draw", help="draw this JSON file instead of running")
-    parser.add_argument("--commit", help="the commit, where there is no git")
     parser.add_argument("--plot", help="SVG file to draw")
-    options = parser.parse_args()
+    options = records.parse(parser, arguments)
     if options.draw:
         plot(json.loads(Path(options.draw).read_text()), options.plot)
-        return
-    results: dict = environment(options.commit) | {"steps": options.steps, "sizes": vars(SIZES)}
+        return None
     x = random_operands(SIZES)
-    results["implementation"] = kda_jax.explain(
+    chosen = kda_jax.explain(
         kda_jax.packed_decode, **x, implementation=options.implementation
     ).implementation
-    results["relative_error"] = {
-        memory: drift(options.steps, memory, options.implementation) for memory in MEMORIES
-    }
-    for memory, by_pool in results["relative_error"].items():
-        for dtype, errors in by_pool.items():
+    record = records.start(options, steps=options.steps, sizes=vars(SIZES), implementation=chosen)
+    errors = {memory: drift(options.steps, memory, options.implementation) for memory in MEMORIES}
+    for memory, by_pool in errors.items():
+        for dtype, each in by_pool.items():
             print(
-                f"{memory}, {dtype}: first {errors[0]:.1e}, last {errors[-1]:.1e}, most {max(errors):.1e}"
+                f"{memory}, {dtype}: first {each[0]:.1e}, last {each[-1]:.1e}, most {max(each):.1e}"
             )
-    if options.output:
-        short = {
-            memory: {
-                dtype: [float(f"{error:.3g}") for error in errors]
-                for dtype, errors in by_pool.items()
-            }
-            for memory, by_pool in results["relative_error"].items()
+    record.results["relative_error"] = {
+        memory: {
+            dtype: [float(f"{error:.3g}") for error in each] for dtype, each in by_pool.items()
         }
-        Path(options.output).write_text(json.dumps(results | {"relative_error": short}) + "\n")
+        for memory, by_pool in errors.items()
+    }
+    return record.finish()
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""The peers, beside the ceiling, on the same shapes: FLA's recurrent KDA kernel and SGLang's packed one, in PyTorch.
+"""The peers on the shapes of `kda-jax bench`, in PyTorch, beside an in-place multiply of their own.
 
     python benchmarks/peers.py [--shapes ...] [--sglang FOLDER] --output FILE
 
-Each call is captured with its layers in a CUDA graph; a figure is the median replay over the calls in it. FLA comes
-from the package fla-core; SGLang's kernel from the folder of its installed package, whose own __init__ (a whole server)
-is not run. Pools rotate, slots and operands are random, as in `kda-jax bench`.
+FLA's recurrent KDA kernel comes from the package fla-core, SGLang's packed one from the folder of
+its installed package, whose own __init__ (a whole server) is not run. Each is compared with float64
+first. Then a call is captured with its layers in a CUDA graph; a figure is the median replay over
+the calls in it, and `ceiling_us` is PyTorch's in-place multiply in such a graph, over the same
+bytes. Pools rotate, slots and operands are random. SGLang's CUDA kernel and jax-linear-attention
+are not measured.
 """
 
 import argparse
-import datetime
 import importlib
-import json
+import importlib.util
 import os
 import statistics
 import sys
@@ -18,8 +20,12 @@ import types
 
 import torch
 
+from kda_jax.tools import oracle, records
+from kda_jax.tools.bench import GRID
+
 K = V = 128
 COLD_BYTES, MAX_LAYERS, REPLAYS = 200e6, 96, 7
+OUT_LIMIT, STATE_LIMIT = 4e-3, 1e-5  # relative; the peers round their sums in their own order
 
 
 def fla_op():
@@ -56,12 +62,14 @@ def sglang_op(folder):
         module.__path__ = [os.path.join(folder, *name.split(".")[1:])]
         sys.modules[name] = module
     cuda = types.ModuleType("sglang.kernels.ops.attention.kda_packed_decode")
-    setattr(cuda, "covered", lambda *arguments: False)  # noqa: B010, the Triton kernel is what is timed
+    # The Triton kernel is what is timed.
+    setattr(cuda, "covered", lambda *arguments: False)  # noqa: B010
     sys.modules["sglang.kernels.ops.attention.kda_packed_decode"] = cuda
     setattr(sys.modules["sglang.kernels.ops.attention"], "kda_packed_decode", cuda)  # noqa: B010
     common: types.ModuleType = types.ModuleType("sglang.srt.utils.common")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    setattr(common, "torch_release", release)  # noqa: B010, a module has no such attribute to a type checker
+    # A module has no such attribute to a type checker.
+    setattr(common, "torch_release", release)  # noqa: B010
     sys.modules |= {
         "sglang.srt": types.ModuleType("sglang.srt"),
         "sglang.srt.utils": types.ModuleType("sglang.srt.utils"),
@@ -85,8 +93,40 @@ def sglang_op(folder):
     return op
 
 
+def sglang_folder(given):
+    """The folder of the installed package, found without running it, or None."""
+    if given:
+        return given
+    spec = importlib.util.find_spec("sglang")
+    return spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else None
+
+
 def multiply(pool, x):
     pool.mul_(0.999)
+
+
+def check(op, name):
+    """Ends the run unless the op meets the oracle. FLA takes q, k and v apart from mixed_qkv."""
+    B, HV = 5, 3
+    x = operands(B, HV, seed=0)
+    qkv = x["mixed_qkv"].view(B, 3, HV, K)
+    x |= {part: qkv[:, i].contiguous()[None] for i, part in enumerate("qkv")}
+    exact = {
+        part: x[part].double().cpu().numpy() for part in ("mixed_qkv", "a", "b", "A_log", "dt_bias")
+    }
+    pool, slots = x.pop("pool"), x["slots"].cpu().numpy()
+    wanted, after = oracle.packed_decode(
+        **exact,
+        initial_state=pool.double().cpu().numpy(),
+        ssm_state_indices=slots,
+        use_qk_l2norm_in_kernel=True,
+    )
+    op(pool, x)
+    torch.cuda.synchronize()
+    out = x["out"].double().cpu().numpy()
+    oracle.must_be_near(f"{name}, out", out, wanted, OUT_LIMIT)
+    state = pool.double().cpu().numpy()
+    oracle.must_be_near(f"{name}, pool", state[slots], after[slots], STATE_LIMIT)
 
 
 def operands(B, HV, seed):
@@ -133,46 +173,54 @@ def replay_us(op, pools, inputs):
     return statistics.median(times[1:])
 
 
-def main():
+def peers(folder):
+    """{name: op} of those that are installed and right; why not, is printed."""
+    ops = {}
+    for name, make in (("fla", fla_op), ("sglang", lambda: sglang_op(folder))):
+        try:
+            op = make()
+            check(op, name)
+            ops[name] = op
+        except (Exception, SystemExit) as error:
+            print(f"{name} is left out: {error!r}", flush=True)
+    return ops
+
+
+def measure(B, HV, ops):
+    layers = int(min(MAX_LAYERS, max(2, -(-COLD_BYTES // (B * HV * V * K * 4)))))
+    inputs = [operands(B, HV, seed) for seed in range(layers)]
+    pools = [x.pop("pool") for x in inputs]
+    row: dict = {"B": B, "HV": HV, "layers": layers}
+    row["ceiling_us"] = replay_us(multiply, [pool[:B] for pool in pools], inputs)
+    for name, op in ops.items():
+        row[f"{name}_us"] = replay_us(op, pools, inputs)
+        row[f"{name}_of_ceiling"] = row[f"{name}_us"] / row["ceiling_us"]
+    return row
+
+
+def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", required=True, help="BxHV,...")
+    parser.add_argument("--shapes", default=GRID, help="BxHV,... (default: the whole grid)")
     parser.add_argument("--sglang", help="the folder of the installed package sglang")
-    parser.add_argument("--output", required=True)
-    options = parser.parse_args()
-    ops = {"ceiling": multiply}
-    for name, make in (("fla", fla_op), ("sglang", lambda: sglang_op(options.sglang))):
-        try:
-            ops[name] = make()
-        except Exception as error:
-            print(f"{name} is left out: {error!r}")
-    results: dict = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "pool_dtype": "float32",
-        "rows": [],
-    }
+    options = records.parse(parser, arguments)
+    if not torch.cuda.is_available():
+        parser.error("these times mean something on a GPU only, and PyTorch sees none")
+    ops = peers(sglang_folder(options.sglang))
+    if not ops:
+        raise SystemExit("no peer is here and right: nothing is timed")
+    record = records.start(
+        options,
+        packages=("torch", "triton", "fla-core", "sglang"),
+        device=torch.cuda.get_device_name(),
+        pool_dtype="float32",
+        **dict(K=K, V=V, peers=[*ops]),
+    )
     for shape in options.shapes.split(","):
         B, HV = map(int, shape.split("x"))
-        layers = int(min(MAX_LAYERS, max(2, -(-COLD_BYTES // (B * HV * V * K * 4)))))
-        inputs = [operands(B, HV, seed) for seed in range(layers)]
-        pools = [x.pop("pool") for x in inputs]
-        row: dict = {"B": B, "HV": HV, "layers": layers}
-        for name, op in ops.items():
-            try:
-                row[f"{name}_us"] = replay_us(
-                    op, [pool[:B] for pool in pools] if name == "ceiling" else pools, inputs
-                )
-            except Exception as error:
-                print(f"{name} at {shape}: {error!r}")
-        results["rows"].append(row)
-        print(shape, {key: round(value, 2) for key, value in row.items()}, flush=True)
-        del inputs, pools
-    with open(options.output, "w") as file:
-        json.dump(results, file, indent=1)
-        file.write("\n")
+        record.add("rows", measure(B, HV, ops))
+    return record.finish()
 
 
 if __name__ == "__main__":

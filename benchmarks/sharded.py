@@ -1,22 +1,22 @@
-"""How the layer and its recurrence scale over the GPUs of one host: heads cut over them, or slots and the batch.
+"""How the layer and its recurrence scale over one host's GPUs, cut by heads or by slots and batch.
 
-    python benchmarks/sharded.py [--devices 2] [--quick] [--output FILE]
+    python benchmarks/sharded.py [--devices 2] [--toy] [--output FILE]
 
-Every cut is first compared with one device, and every compiled program searched for collectives and for copies of the
-pools. Then, on GPUs: medians by the clock of a layer in a jitted loop, over layers whose pools are donated and cold.
-`scaling` is one GPU's time over that of all; `all_reduces` are those in the text of a loop over `layers` layers, which
-XLA may have unrolled. `--quick` does all this at toy sizes on any backend; its times mean nothing.
+Every cut is first compared with one device, and every compiled program searched for collectives and
+for copies of the pools. Then, on GPUs: medians by the clock of a layer in a jitted loop, over
+layers whose pools are donated and cold. `scaling` is one GPU's time over that of all; `all_reduces`
+are those in the text of a loop over `layers` layers, which XLA may have unrolled. `--toy` does all
+this at toy sizes on any backend, and its times mean nothing.
 """
 
 import argparse
 import functools
-import json
 import math
 import os
 import re
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from jax.sharding import PartitionSpec as P
 import kda_jax
 from kda_contracts import Sizes
 from kda_jax import sharding
-from kda_jax.tools.bench import OPTIONS, environment
+from kda_jax.tools import records
+from kda_jax.tools.bench import OPTIONS
 from kda_jax.tools.synthetic import HEAD_DIMENSION, MODELS, random_operands
 from kda_jax.tools.timing import layers_for
 
@@ -36,13 +37,17 @@ TEMPORARIES = 0.01  # of a device's share of a pool; of several layers' looped p
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 FORBIDDEN = ("all-gather", "all-to-all", "collective-permute")
 LENGTHS = (66, 4)  # of the prefilled sequences: more than a chunk, and less
-# Host devices that outnumber the cores starve one another in the threads they share; their code need not be fast.
+# Host devices that outnumber the cores starve one another in the threads they share; their code
+# need not be fast.
 ON_CPU = {"xla_cpu_multi_thread_eigen": False, "xla_backend_optimization_level": 1}
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A mesh, and the axes of it that cut the heads and the slots with their rows; neither: one device, unsharded."""
+    """A mesh, and the axes of it that cut the heads, and the slots with their rows.
+
+    Neither: one device, unsharded.
+    """
 
     mesh: Mesh
     heads: str | None = None
@@ -55,25 +60,8 @@ class Cut:
         return 1 if axis is None else self.mesh.shape[axis]
 
 
-@dataclass
-class Report:
-    """The results so far, written after every entry, so that a run that is killed leaves them."""
-
-    results: dict
-    output: str | None = None
-    start: float = field(default_factory=time.perf_counter)
-
-    def add(self, key, **entry):
-        self.results.setdefault(key, []).append(entry)
-        print(f"{time.perf_counter() - self.start:6.1f} s  {key}: {json.dumps(entry)}", flush=True)
-        if self.output:
-            with open(self.output, "w") as file:
-                json.dump(self.results, file, indent=1)
-                file.write("\n")
-
-
 def cuts_of(n):
-    """(one device, [the cuts over n devices]): heads, rows, and then meshes of both axes in both orders."""
+    """(one device, [the cuts over n devices]): heads, rows, both axes in both orders."""
 
     def cut(heads=None, rows=None, **axes):
         devices = jax.devices()[: int(np.prod([*axes.values()]))]
@@ -113,7 +101,7 @@ def zeros(cut, tree, specs):
 
 
 def random(shapes, seed, dtype=None):
-    """Arrays of these shapes with the variance of 1 over the first axis; large ones repeat themselves."""
+    """Arrays of these shapes, of variance 1 over the first axis; large ones repeat themselves."""
     rng = np.random.default_rng(seed)
 
     def draw(x):
@@ -124,7 +112,7 @@ def random(shapes, seed, dtype=None):
 
 
 def own_slots(B, S, n, seed=0):
-    """[B] random slots; each row lies on the shard of its slot, for every cut of B and S into a divisor of n."""
+    """[B] random slots; each row is on the shard of its slot, for every cut into a divisor of n."""
     rng = np.random.default_rng(seed)
     parts = [shard * (S // n) + rng.permutation(S // n)[: B // n] for shard in range(n)]
     return np.concatenate(parts).astype(np.int32)
@@ -178,21 +166,21 @@ def layer_shapes(config, S):
     return params, jax.eval_shape(lambda: kda_jax.init_cache(config, S))
 
 
-def config_of(name, n, quick):
+def config_of(name, n, toy):
     """A released model's layer, or a toy of the same kind."""
     model = MODELS[name]
-    D, heads, K = (32, 2 * n, 32) if quick else (model.hidden_size, model.heads, HEAD_DIMENSION)
+    D, heads, K = (32, 2 * n, 32) if toy else (model.hidden_size, model.heads, HEAD_DIMENSION)
     rank = None if model.output_gate == "g_proj.weight" else K
     return kda_jax.KDAConfig(
         D=D, H=heads, HV=heads, K=K, V=K, lower_bound=model.lower_bound, gate_rank=rank
     )
 
 
-def program(report, what, cut, step, *operands, donated, all_reduces=None, pools=0, **options):
-    """The compiled step. Raises for a wrong collective; notes a fault where what is donated is copied.
+def program(record, what, cut, step, *operands, donated, all_reduces=None, pools=0, **options):
+    """The compiled step. Raises for a wrong collective; notes a fault where the donated is copied.
 
-    `all_reduces`: how many there must be, if that is sure. `pools`: how many pools of a server's size are donated, so
-    that temporaries can be held against one of them.
+    `all_reduces`: how many there must be, if that is sure. `pools`: how many pools of a server's size
+    are donated, so that temporaries can be held against one of them.
     """
     compiled = jax.jit(step, donate_argnums=donated, **options).lower(*operands)
     compiled = compiled.compile(ON_CPU if jax.default_backend() == "cpu" else None)
@@ -200,9 +188,10 @@ def program(report, what, cut, step, *operands, donated, all_reduces=None, pools
     counts = {name: len(re.findall(rf"\b{name}(?:-start)?\(", text)) for name in COLLECTIVES}
     leaves = jax.tree.leaves(operands[donated])
     share = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    sizes = dict(share=share, temporaries=memory.temp_size_in_bytes)  # pyrefly: ignore[missing-attribute]
+    sizes = {"share": share}
+    sizes["temporaries"] = memory.temp_size_in_bytes  # pyrefly: ignore[missing-attribute]
     sizes["aliased"] = memory.alias_size_in_bytes  # pyrefly: ignore[missing-attribute]
-    report.add("collectives", what=what, mesh=str(cut), **counts, **sizes)
+    record.add("collectives", {"what": what, "mesh": str(cut)} | counts | sizes)
     if any(counts[name] for name in FORBIDDEN) or all_reduces not in (None, counts["all-reduce"]):
         raise SystemExit(
             f"{what}, {cut}: wrong collectives (all-reduces wanted: {all_reduces}): {counts}"
@@ -214,33 +203,34 @@ def program(report, what, cut, step, *operands, donated, all_reduces=None, pools
         and sizes["temporaries"] > TEMPORARIES * share / pools
     )
     if sizes["aliased"] < share or held:
-        report.add("faults", what=what, mesh=str(cut), **sizes)
+        record.add("faults", {"what": what, "mesh": str(cut)} | sizes)
     return compiled, counts["all-reduce"]
 
 
-def agree(report, what, cut, got, wanted, limit):
-    """Records the error, of the norm; raises unless it is within the limit, where 0 means the same bits."""
+def agree(record, what, cut, got, wanted, limit):
+    """Records the error, of the norm; raises unless it is within the limit. 0: the same bits."""
     got, wanted, error = np.asarray(got), np.asarray(wanted), float("inf")
     if got.shape == wanted.shape and got.dtype == wanted.dtype:
         exact = wanted.astype(np.float64)
         error = float(np.linalg.norm(got.astype(np.float64) - exact) / np.linalg.norm(exact))
     right = error <= limit and (limit > 0 or got.tobytes() == wanted.tobytes())
-    report.add("equal", what=what, mesh=str(cut), error=error, limit=limit, equal=right)
+    entry = {"what": what, "mesh": str(cut), "error": error}
+    record.add("equal", entry | {"limit": limit, "equal": right})
     if not right:
         raise SystemExit(
             f"{what}, {cut}: not what one device gives, error {error:.1e}, limit {limit:.0e}"
         )
 
 
-def compare(report, what, one, cuts, run, limit):
+def compare(record, what, one, cuts, run, limit):
     """`run(cut)` gives the results by name."""
     wanted = run(one)
     for cut in cuts:
         for name, got in run(cut).items():
-            agree(report, f"{what}: {name}", cut, got, wanted[name], limit)
+            agree(record, f"{what}: {name}", cut, got, wanted[name], limit)
 
 
-def compare_recurrence(report, one, cuts, n):
+def compare_recurrence(record, one, cuts, n):
     sizes = Sizes(B=2 * n, H=2 * n, HV=4 * n, K=32, V=16, S=4 * n)
     config = kda_jax.KDAConfig(D=1, H=sizes.H, HV=sizes.HV, K=sizes.K, V=sizes.V)
     x = random_operands(sizes, dtype="float32") | dict(
@@ -251,14 +241,15 @@ def compare_recurrence(report, one, cuts, n):
     def run(cut):
         own = put_operands(cut, x, config)
         pool, step = own.pop("initial_state"), recurrence_step(cut)
-        compiled, _ = program(report, "recurrence", cut, step, pool, own, donated=0, all_reduces=0)
+        compiled, _ = program(record, "recurrence", cut, step, pool, own, donated=0, all_reduces=0)
         return dict(zip(("out", "state"), compiled(pool, own), strict=True))
 
-    # A kernel's bits depend on no other row or head; XLA on a CPU contracts products and sums as the shape has it.
-    compare(report, "recurrence", one, cuts, run, 0.0 if jax.default_backend() == "gpu" else 1e-6)
+    # A kernel's bits depend on no other row or head; XLA on a CPU contracts products and sums as
+    # the shape has it.
+    compare(record, "recurrence", one, cuts, run, 0.0 if jax.default_backend() == "gpu" else 1e-6)
 
 
-def compare_layer(report, one, cuts, n, *, prefill):
+def compare_layer(record, one, cuts, n, *, prefill):
     config = kda_jax.KDAConfig(D=48, H=2 * n, HV=4 * n, K=32, V=16, gate_rank=16)
     what, lengths, slots = (
         "prefill" if prefill else "decode",
@@ -277,17 +268,17 @@ def compare_layer(report, one, cuts, n, *, prefill):
             layer_step(cut, config, params, prefill=prefill),
             int(cut.shards(cut.heads) > 1),
         )
-        compiled, _ = program(report, what, cut, step, *operands, donated=2, all_reduces=sums)
+        compiled, _ = program(record, what, cut, step, *operands, donated=2, all_reduces=sums)
         y, after = compiled(*operands)
         conv = sharding.join_packed(np.asarray(after.conv), cut.shards(cut.heads), config, axis=1)
         return dict(y=y, state=after.state, conv=conv)
 
-    compare(report, what, one, cuts, run, LIMIT)
+    compare(record, what, one, cuts, run, LIMIT)
 
 
-def check_memory(report, cuts, n, quick):
+def check_memory(record, cuts, n, toy):
     """One decode step over a pool as a server has it: compiled only, so the pool need not exist."""
-    config, B = config_of("kimi-linear-48b", n, quick), n * -(-64 // n)
+    config, B = config_of("kimi-linear-48b", n, toy), n * -(-64 // n)
     params, pools = layer_shapes(config, 1024 * n)
     x, slots = (
         jax.ShapeDtypeStruct((B, config.D), jnp.bfloat16),
@@ -300,18 +291,22 @@ def check_memory(report, cuts, n, quick):
         specs += sharding.cache_specs(cut.heads, cut.rows), P(cut.rows)
         operands = shaped(cut, (params, x, pools, slots), specs)
         step, sums = layer_step(cut, config, params), 0 if cut.heads is None else 1
-        what, real = f"decode, {1024 * n} slots", 0 if quick else 1
-        program(report, what, cut, step, *operands, donated=2, all_reduces=sums, pools=real)
+        what, real = f"decode, {1024 * n} slots", 0 if toy else 1
+        program(record, what, cut, step, *operands, donated=2, all_reduces=sums, pools=real)
 
 
-def layer_us(report, what, cut, step, carry, inputs, *, steps, repeats=(5, 3), pools=0):
-    """(microseconds of a layer, all-reduces in the program): `step(x, pool, own) -> (x, pool)` over layers, looped."""
+def layer_us(record, what, cut, step, carry, inputs, *, steps, repeats=(5, 3), pools=0):
+    """(microseconds of a layer, all-reduces in the program) of a loop over layers.
+
+    step: `(x, pool, own) -> (x, pool)`.
+    """
 
     def loop(carry, inputs):
         def body(_, carry):
             x, pools = carry[0], list(carry[1])
             for layer, own in enumerate(inputs):
-                # Nothing is prepared from the weights outside the loop: a model's step meets each of them once.
+                # Nothing is prepared from the weights outside the loop: a model's step meets each
+                # of them once.
                 x, own = jax.lax.optimization_barrier((x, own))
                 x, pools[layer] = step(x, pools[layer], own)
             return x, pools
@@ -321,7 +316,7 @@ def layer_us(report, what, cut, step, carry, inputs, *, steps, repeats=(5, 3), p
     shards = jax.tree.map(lambda x: x.sharding, carry)
     what = f"{what}, looped"
     compiled, sums = program(
-        report, what, cut, loop, carry, inputs, donated=0, pools=pools, out_shardings=shards
+        record, what, cut, loop, carry, inputs, donated=0, pools=pools, out_shardings=shards
     )
     carry, seconds = jax.block_until_ready(compiled(carry, inputs)), []
     for _ in range(repeats[0]):
@@ -335,24 +330,24 @@ def layer_us(report, what, cut, step, carry, inputs, *, steps, repeats=(5, 3), p
     return statistics.median(seconds) / (steps * len(inputs)) * 1e6, sums
 
 
-def scale(report, what, one, cuts, build, *, quick, steps, **sizes):
+def scale(record, what, one, cuts, build, *, toy, steps, **sizes):
     """One row for each cut that can be: `build(cut)` gives the step, its carry and its inputs."""
-    options: dict = dict(steps=2, repeats=(1, 1)) if quick else dict(steps=steps)
-    if not quick and "T" not in sizes:  # a prefill's activations are many times its pool
+    options: dict = dict(steps=2, repeats=(1, 1)) if toy else dict(steps=steps)
+    if not toy and "T" not in sizes:  # a prefill's activations are many times its pool
         options["pools"] = sizes["layers"]
-    one_us, _ = layer_us(report, what, one, *build(one), **options)
+    one_us, _ = layer_us(record, what, one, *build(one), **options)
     for cut in cuts:
         if sizes["HV"] % cut.shards(cut.heads) == 0:
-            us, sums = layer_us(report, what, cut, *build(cut), **options)
+            us, sums = layer_us(record, what, cut, *build(cut), **options)
             row = dict(
                 what=what, mesh=str(cut), **sizes, one_us=one_us, sharded_us=us, scaling=one_us / us
             )
-            report.add("rows", **row, all_reduces=sums)
+            record.add("rows", row | {"all_reduces": sums})
 
 
-def scale_recurrence(report, one, cuts, n, quick, layers=2):
-    HV, K = (2 * n, 32) if quick else (96, HEAD_DIMENSION)
-    B = n * -(-(2 if quick else 256) // n)
+def scale_recurrence(record, one, cuts, n, toy, layers=2):
+    HV, K = (2 * n, 32) if toy else (96, HEAD_DIMENSION)
+    B = n * -(-(2 if toy else 256) // n)
     S = B + n * max(B // n // 4, 1)
     config = kda_jax.KDAConfig(D=1, H=HV, HV=HV, K=K, V=K)
     operands = [
@@ -380,18 +375,21 @@ def scale_recurrence(report, one, cuts, n, quick, layers=2):
             inputs,
         )
 
-    scale(report, "recurrence", one, cuts, build, quick=quick, steps=8, B=B, HV=HV, layers=layers)
+    scale(record, "recurrence", one, cuts, build, toy=toy, steps=8, B=B, HV=HV, layers=layers)
 
 
-def scale_layer(report, name, one, cuts, n, quick, *, B=0, T=0):
-    """Decode of B rows, or prefill of one sequence of T tokens; y and a constant are the next layer's x."""
-    config = config_of(name, n, quick)
+def scale_layer(record, name, one, cuts, n, toy, *, B=0, T=0):
+    """Decode of B rows, or prefill of one sequence of T tokens.
+
+    y and a constant are the next layer's x.
+    """
+    config = config_of(name, n, toy)
     weights, cache = layer_shapes(config, 16 * B or 4)
     touched = (
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
         + B * config.HV * config.V * config.K * 4
     )
-    layers = 1 if T or quick else layers_for(touched / n)
+    layers = 1 if T or toy else layers_for(touched / n)
     params = [jax.tree.map(jnp.asarray, random(weights, layer)) for layer in range(layers)]
     x = random(jax.ShapeDtypeStruct((B or T, config.D), jnp.bfloat16), layers)
 
@@ -422,12 +420,12 @@ def scale_layer(report, name, one, cuts, n, quick, *, B=0, T=0):
     what, sizes = f"{'prefill' if T else 'decode'} {name}", dict(T=T) if T else dict(B=B)
     steps = 2 if T else 20
     scale(
-        report,
+        record,
         what,
         one,
         cuts,
         build,
-        quick=quick,
+        toy=toy,
         steps=steps,
         **sizes,
         HV=config.HV,
@@ -442,40 +440,40 @@ def main(arguments=None):
     parser.add_argument(
         "--devices", type=int, default=len(jax.devices()), help="how many (default: all)"
     )
-    parser.add_argument("--quick", action="store_true", help="toy sizes, on any backend")
-    parser.add_argument("--commit", help="the commit, where there is no git")
-    parser.add_argument("--output", help="JSON file to write")
-    options = parser.parse_args(arguments)
-    n, quick, on_gpu = options.devices, options.quick, jax.default_backend() == "gpu"
+    parser.add_argument("--toy", action="store_true", help="toy sizes, on any backend")
+    options = records.parse(parser, arguments)
+    n, toy, on_gpu = options.devices, options.toy, jax.default_backend() == "gpu"
     if not 2 <= n <= len(jax.devices()):
         parser.error(f"--devices must be 2 to the {len(jax.devices())} that are here (got {n})")
-    results: dict = environment(options.commit) | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
-    results |= {"devices": n, "quick": quick, "equal": [], "collectives": [], "rows": []}
-    report = Report(results, options.output)
+    record = records.start(
+        options, xla_flags=os.environ.get("XLA_FLAGS", ""), devices=n, toy=toy, rows=[]
+    )
     one, cuts = cuts_of(n)
-    compare_recurrence(report, one, cuts, n)
-    compare_layer(report, one, cuts, n, prefill=False)
-    compare_layer(report, one, cuts, n, prefill=True)
-    check_memory(report, cuts[:2], n, quick)
+    compare_recurrence(record, one, cuts, n)
+    compare_layer(record, one, cuts, n, prefill=False)
+    compare_layer(record, one, cuts, n, prefill=True)
+    check_memory(record, cuts[:2], n, toy)
     if not on_gpu:
         print(
-            "the backend is no GPU: times mean nothing" + ("" if quick else ", and none are taken")
+            "the backend is not a GPU: times mean nothing" + ("" if toy else ", and none are taken")
         )
-    if on_gpu or quick:
-        scale_recurrence(report, one, cuts[:2], n, quick)
+    if on_gpu or toy:
+        scale_recurrence(record, one, cuts[:2], n, toy)
         decodes = (
             ("kimi-linear-48b", 64),
             ("kimi-linear-48b", 256),
             ("kimi-k3", 64),
             ("kimi-k3", 256),
         )
-        for name, B in (("kimi-k3", 4),) if quick else decodes:
-            scale_layer(report, name, one, cuts[:2], n, quick, B=n * -(-B // n))
-        scale_layer(report, "kimi-linear-48b", one, cuts[:1], n, quick, T=128 if quick else 8192)
+        for name, B in (("kimi-k3", 4),) if toy else decodes:
+            scale_layer(record, name, one, cuts[:2], n, toy, B=n * -(-B // n))
+        scale_layer(record, "kimi-linear-48b", one, cuts[:1], n, toy, T=128 if toy else 8192)
+    results = record.finish()
     if faults := results.get("faults"):
         raise SystemExit(
             f"{len(faults)} programs copy their pools, or hold too much beside them: see faults"
         )
+    return results
 
 
 if __name__ == "__main__":

@@ -1,72 +1,96 @@
-"""Fixtures and the GPU marker. The summary says how many GPU tests ran; --record writes that to a file."""
+"""Fixtures and markers. The summary says how many GPU tests ran; --record writes that to a file."""
 
-import datetime
-import json
+import argparse
 import os
-import platform
-import subprocess
+import time
 from collections import Counter
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers share a GPU
 
 import jax
-import jaxlib
-import numpy as np
 import pytest
 from support import ON_GPU
+
+from kda_jax.tools import records
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+# Optional packages that tests need, and skip without.
+PACKAGES = ("jax-triton", "triton", "torch", "fla-core", "flax", "safetensors")
+
+
+ENDED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # not interrupted
+BEGUN = pytest.StashKey[float]()
+
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--record", metavar="FILE", help="write the outcome, device, versions and commit as JSON"
-    )
+    parser.addoption("--record", metavar="FILE", help="write the outcome as a results file")
     parser.addoption(
         "--commit", metavar="HASH", help="the commit for --record, where there is no git"
     )
+
+
+def pytest_configure(config):
+    config.stash[BEGUN] = time.perf_counter()
+    if config.getoption("--record") and not hasattr(config, "workerinput"):
+        try:
+            records.commit_of(config.getoption("--commit"))
+        except ValueError as error:
+            raise pytest.UsageError(f"--record: {error}") from None
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("large_pool"):
+            # One worker runs them all, in turn: a worker keeps the memory that it once had.
+            item.add_marker(pytest.mark.xdist_group("large_pool"))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    counts = {
-        outcome: len(terminalreporter.stats.get(outcome, []))
-        for outcome in ("passed", "failed", "error", "skipped")
-    }
-    gpu = Counter(
-        outcome
-        for outcome in counts
-        for report in terminalreporter.stats.get(outcome, [])
-        if "gpu" in getattr(report, "keywords", ())
-    )
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    counts, gpu = outcomes(terminalreporter.stats)
     device = jax.devices()[0].device_kind
     terminalreporter.write_line(
-        f"gpu tests on {device}: {gpu['passed'] + gpu['failed'] + gpu['error']} ran, {gpu['passed']} passed, "
-        f"{gpu['skipped']} skipped"
+        f"gpu tests on {device}: {gpu['passed'] + gpu['failed'] + gpu['error']} ran, "
+        f"{gpu['passed']} passed, {gpu['skipped']} skipped"
     )
     if path := config.getoption("--record"):
-        record = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": config.getoption("--commit") or _commit(),
-            "device": device,
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "numpy": np.__version__,
-            "tests": counts,
-            "gpu_tests": {outcome: gpu[outcome] for outcome in counts},
+        options = argparse.Namespace(output=path, commit=config.getoption("--commit"))
+        argv = ["pytest", *config.invocation_params.args]
+        record = records.start(options, packages=PACKAGES, argv=argv)
+        record.begun = config.stash[BEGUN]
+        record.results |= {
+            "whole": selects_all(config) and exitstatus in ENDED,
+            "tests": {outcome: counts[outcome] for outcome in OUTCOMES},
+            "gpu_tests": {outcome: gpu[outcome] for outcome in OUTCOMES},
+            "failures": failures(terminalreporter.stats),
         }
-        with open(path, "w") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
+        record.finish()
 
 
-def _commit():
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return git.stdout.strip() or None
+def outcomes(stats):
+    """(how many tests by outcome, the same of those for a GPU)."""
+    counts = Counter({outcome: len(stats.get(outcome, [])) for outcome in OUTCOMES})
+    gpu = Counter(
+        outcome
+        for outcome in OUTCOMES
+        for report in stats.get(outcome, [])
+        if "gpu" in getattr(report, "keywords", ())
+    )
+    return counts, gpu
+
+
+def failures(stats):
+    """The names of the tests that failed or did not come to run."""
+    return sorted(report.nodeid for name in ("failed", "error") for report in stats.get(name, []))
+
+
+def selects_all(config):
+    """Whether this run is one of all tests."""
+    if config.args_source == pytest.Config.ArgsSource.ARGS:
+        return False
+    options = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "maxfail")
+    return not any(config.getoption(option, None) for option in options)

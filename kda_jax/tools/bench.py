@@ -2,66 +2,36 @@
 
     kda-jax bench [--shapes 8x32,256x32] [--pool-dtype float32] [--ordered] [--output FILE]
 
-A shape is BxHV, with K = V = 128 and H = HV. Each implementation is checked against float64 first. Then, for each
-shape, the kernel's own time (profiler) and the time of a layer in a jitted loop of layers (wall clock), medians both.
-Slots and operands are random; layers rotate, so that L2 is cold. The multiply is of float32 numbers for every pool:
-XLA's multiply of bfloat16 is slower than the op itself.
+A shape is BxHV, with K = V = 128 and H = HV. Each implementation is checked against float64 first.
+Then, for each shape, the kernel's own time (profiler) and the time of a layer in a jitted loop of
+layers (wall clock); both are medians. Slots and operands are random; layers rotate, so that L2 is
+cold. The multiply is of float32 numbers for every pool: XLA's multiply of bfloat16 is slower than
+the op itself. `--toy` runs tiny shapes on any backend, and its times mean nothing.
 """
 
 import dataclasses
-import datetime
-import json
-import subprocess
 import time
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 import kda_jax
 from kda_contracts import PACKED_DECODE, Sizes
 from kda_jax import dispatch
-from kda_jax.tools import oracle
+from kda_jax.tools import oracle, records
 from kda_jax.tools.synthetic import random_operands
-from kda_jax.tools.timing import COLD_BYTES, layers_for, time_layers
+from kda_jax.tools.timing import COLD_BYTES, layers_for, steps_for, time_layers
 
 K = V = 128
-STATE_LIMIT = {
-    "float32": 2e-6,
-    "bfloat16": 2e-3,
-    "float16": 3e-4,
-}  # relative, with the pool's own rounding
+# Relative, with the pool's own rounding.
+STATE_LIMIT = {"float32": 2e-6, "bfloat16": 2e-3, "float16": 3e-4}
+OUT_LIMIT = 4e-3  # with the rounding to bfloat16
 GRID = (
-    *(
-        "1x3",
-        "1x12",
-        "1x32",
-        "1x96",
-        "4x32",
-        "8x4",
-        "8x12",
-        "8x32",
-        "8x96",
-        "16x32",
-        "32x3",
-        "32x12",
-        "32x32",
-    ),
-    *(
-        "64x12",
-        "64x32",
-        "64x64",
-        "128x12",
-        "128x32",
-        "128x96",
-        "256x12",
-        "256x32",
-        "256x64",
-        "512x32",
-        "512x96",
-    ),
+    "1x3,1x12,1x32,1x96,4x32,8x4,8x12,8x32,8x96,16x32,32x3,32x12,32x32,64x12,64x32,64x64,128x12,"
+    "128x32,128x96,256x12,256x32,256x64,512x32,512x96"
 )
+TOY = "2x3,5x2"
 OPTIONS = dict(use_qk_l2norm_in_kernel=True, lower_bound=None)
 
 
@@ -77,28 +47,21 @@ def packed_decode(implementation):
 
 
 def multiply(pool, inputs):
-    """The ceiling: every live state read once and written once, in address order, with one multiplication."""
+    """The ceiling: every live state read once and written once, in address order."""
     return (), pool * jnp.float32(0.999)
 
 
 def check(op, HV, pool_dtype):
-    """Raises unless the op meets the oracle on three rows of this width."""
+    """Ends the run unless the op meets the oracle on three rows of this width."""
     x = random_operands(Sizes(B=3, H=HV, HV=HV, K=K, V=V, S=5), pool_dtype=pool_dtype)
     expected_out, expected = oracle.packed_decode(**x, **OPTIONS)
     out, state = jax.jit(op)(x.pop("initial_state"), x)
-    for got, wanted, limit in (
-        (out, expected_out, 4e-3),
-        (state, expected, STATE_LIMIT[pool_dtype]),
-    ):
-        error = np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
-        if not error <= limit:
-            raise SystemExit(
-                f"wrong answer, relative error {error:.1e} > {limit:.0e}: nothing is timed"
-            )
+    oracle.must_be_near("packed_decode, out", out, expected_out, OUT_LIMIT)
+    oracle.must_be_near("packed_decode, pool", state, expected, STATE_LIMIT[pool_dtype])
 
 
 def layers_of(B, HV, pool_dtype, layers, ordered=False):
-    """(pools, inputs) of as many layers; each has its own operands and its own random slots in a larger pool."""
+    """(pools, inputs) of as many layers, each with operands and random slots of its own."""
     S = B + max(B // 4, 3)
     sizes = Sizes(B=B, H=HV, HV=HV, K=K, V=V, S=1)
     pools, inputs = [], []
@@ -112,17 +75,18 @@ def layers_of(B, HV, pool_dtype, layers, ordered=False):
     return pools, inputs
 
 
+def time_multiply(shape, layers):
+    """Times of an in-place multiply of arrays of this shape, as many as there are layers."""
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(layers)]
+    return time_layers(multiply, arrays, [None] * layers, steps_for(layers))[0]
+
+
 def measure(B, HV, pool_dtype, implementations, ordered=False) -> dict:
     """One row of the results: the ceiling and each implementation at one shape."""
     itemsize = jnp.dtype(pool_dtype).itemsize
     live_bytes = 2 * B * HV * V * K * itemsize
     layers = layers_for(live_bytes // 2)
-    steps = max(16, min(40, 1500 // layers))
-    arrays = [
-        jax.random.normal(jax.random.key(i), (B, HV, V, K * itemsize // 4)) for i in range(layers)
-    ]
-    ceiling, _ = time_layers(multiply, arrays, [None] * layers, steps)
-    del arrays
+    ceiling = time_multiply((B, HV, V, K * itemsize // 4), layers)
     row: dict = {"B": B, "HV": HV, "layers": layers, "bytes": live_bytes}
     row |= {
         "cold": layers * live_bytes / 2 >= COLD_BYTES / 2,
@@ -130,7 +94,7 @@ def measure(B, HV, pool_dtype, implementations, ordered=False) -> dict:
     }
     pools, inputs = layers_of(B, HV, pool_dtype, layers, ordered)
     for name in implementations:
-        times, pools = time_layers(packed_decode(name), pools, inputs, steps)
+        times, pools = time_layers(packed_decode(name), pools, inputs, steps_for(layers))
         row[name] = _entry(times, live_bytes) | {
             "share_of_ceiling": ceiling.kernel_us / times.kernel_us,
             "share_of_ceiling_layer": ceiling.layer_us / times.layer_us,
@@ -142,21 +106,8 @@ def _entry(times, live_bytes):
     return dataclasses.asdict(times) | {"bytes_per_second": live_bytes / times.kernel_us * 1e6}
 
 
-def environment(commit):
-    """Where and on what: the head of every results file."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit or git.stdout.strip() or None,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "kda_jax": kda_jax.__version__,
-    }
-
-
 def compile_seconds(implementation="auto"):
-    """{layers: seconds to lower and compile one step of so many layers}, pools in a list, as Kimi-K3 has 69 of them."""
+    """{layers: seconds to lower and compile a step over a list of so many pools}; Kimi-K3 has 69."""
     seconds = {}
     for layers in (1, 69):
         # Another batch for each: nothing is found in a cache.
@@ -179,61 +130,78 @@ def compile_seconds(implementation="auto"):
 
 
 def add_arguments(parser):
-    parser.add_argument(
-        "--shapes", default=",".join(GRID), help="BxHV,... (default: the whole grid)"
-    )
+    parser.add_argument("--shapes", help="BxHV,... (default: the whole grid)")
     parser.add_argument("--pool-dtype", default="float32", choices=tuple(STATE_LIMIT))
     parser.add_argument("--ordered", action="store_true", help="rows in the order of their slots")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes, on any backend")
     parser.add_argument(
         "--implementations",
         default="mosaic_gpu,triton,xla",
         help="those that cannot run are left out",
     )
-    parser.add_argument("--output", help="JSON file to write")
-    parser.add_argument("--commit", help="the commit, where there is no git")
+    records.add_arguments(parser)
 
 
-def run(options):
-    """Measures every shape, prints a row each, and writes the JSON file."""
+def runnable(names):
+    """Those of the comma-separated implementations that can run K = V = 128 here."""
+    names = names.split(",")
+    if unknown := set(names) - set(dispatch.IMPLEMENTATIONS):
+        raise ValueError(f"no such implementation: {', '.join(sorted(unknown))}")
     if jax.default_backend() != "gpu":
+        return ["xla"]  # a toy run
+    sizes = Sizes(B=1, H=1, HV=1, K=K, V=V, S=2)
+    return [name for name in names if dispatch.obstacle(PACKED_DECODE, name, sizes, {}) is None]
+
+
+def need_a_gpu(toy):
+    """Raises on another backend, unless it is a toy run."""
+    if jax.default_backend() != "gpu" and not toy:
         raise ValueError(
             "these times mean something on a GPU only, and the default backend is not one"
         )
-    results: dict = environment(options.commit) | {
-        "pool_dtype": options.pool_dtype,
-        "ordered": options.ordered,
-    }
-    results |= {"K": K, "V": V, "rows": []}
-    names = options.implementations.split(",")
-    if unknown := set(names) - set(dispatch.IMPLEMENTATIONS):
-        raise ValueError(f"no such implementation: {', '.join(sorted(unknown))}")
-    sizes = Sizes(B=1, H=1, HV=1, K=K, V=V, S=2)
-    names = [name for name in names if dispatch.obstacle(PACKED_DECODE, name, sizes, {}) is None]
+
+
+def run(options):
+    """Measures every shape, prints a row each, writes the results file; returns the exit code."""
+    need_a_gpu(options.toy)
+    names = runnable(options.implementations)
+    record = records.start(
+        options,
+        packages=("triton", "jax-triton") if "triton" in names else (),
+        pool_dtype=options.pool_dtype,
+        ordered=options.ordered,
+        toy=options.toy,
+        K=K,
+        V=V,
+    )
+    results = record.results
     for name in names:
         check(packed_decode(name), 4, options.pool_dtype)
-    results["compile_seconds"] = {name: compile_seconds(name) for name in names}
     print(
-        f"{results['device']}, JAX {results['jax']}, pool {options.pool_dtype}; us per call, (share of the ceiling)"
+        f"{results['device']}, JAX {results['jax']}, pool {options.pool_dtype}; "
+        "us per call, (share of the ceiling); then of a layer by the clock"
     )
-    print(f"{'B x HV':>9} {'ceiling':>9}  " + "  ".join(f"{name:>19}" for name in names))
-    for shape in options.shapes.split(","):
+    print(f"{'B x HV':>9} {'ceiling':>9}  " + "  ".join(f"{name:>27}" for name in names))
+    for shape in (options.shapes or (TOY if options.toy else GRID)).split(","):
         B, HV = map(int, shape.split("x"))
         row = measure(B, HV, options.pool_dtype, names, options.ordered)
-        results["rows"].append(row)
+        record.add("rows", row, quiet=True)
         cells = (
             f"{row[name]['kernel_us']:11.2f} ({row[name]['share_of_ceiling']:.3f})"
+            f"{row[name]['layer_us']:8.2f}"
             for name in names
         )
         ceiling = row["ceiling"]["kernel_us"]
         print(
-            f"{shape:>9} {ceiling:9.2f}  " + "  ".join(f"{cell:>19}" for cell in cells), flush=True
+            f"{shape:>9} {ceiling:9.2f}  " + "  ".join(f"{cell:>27}" for cell in cells), flush=True
         )
-        if options.output:
-            with open(options.output, "w") as file:
-                json.dump(results, file, indent=1)
-                file.write("\n")
-    for name, seconds in results["compile_seconds"].items():
-        print(
-            f"lower and compile, {name}: 1 layer {seconds[1]:.2f} s, 69 layers {seconds[69]:.2f} s"
-        )
+    if not options.toy:
+        # Last: these programs take longest to compile, and the rows above are written by now.
+        results["compile_seconds"] = {name: compile_seconds(name) for name in names}
+        for name, seconds in results["compile_seconds"].items():
+            print(
+                f"lower and compile, {name}: 1 layer {seconds[1]:.2f} s, "
+                f"69 layers {seconds[69]:.2f} s"
+            )
+    record.finish()
     return 0

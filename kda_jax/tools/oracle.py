@@ -1,7 +1,9 @@
-"""The recurrence in float64 NumPy, written from its definition: what every implementation is judged by.
+"""The recurrence in float64 NumPy, from its definition: what judges every implementation.
 
 It shares no line with gates.py or decode_xla.py, so a mistake there cannot hide here.
 """
+
+import dataclasses
 
 import numpy as np
 
@@ -24,7 +26,7 @@ def packed_decode(
 ):
     """One decode step, row after row.
 
-    Args: as `kda_jax.packed_decode`, any float dtype; they are widened to float64 and never rounded again.
+    Args: as `kda_jax.packed_decode`, any float dtype; they are widened to float64, never rounded.
 
     Returns:
       `(out, state)`, float64 NumPy `[B, 1, HV, V]` and `[S, HV, V, K]`; no argument is changed.
@@ -69,7 +71,10 @@ def gates(
     softplus_threshold=np.inf,
     neg_eigval=False,
 ):
-    """`(log_decay, beta)` in float64 from `a` `[B, T, HV, K]`, `b` `[B, T, HV]`; A_log or dt_bias None are zeros."""
+    """`(log_decay, beta)` in float64 from `a` `[B, T, HV, K]` and `b` `[B, T, HV]`.
+
+    A_log or dt_bias None are zeros.
+    """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     HV, K = a.shape[-2:]
     A_log = np.zeros(HV) if A_log is None else np.asarray(A_log, np.float64).reshape(HV)
@@ -104,8 +109,10 @@ def update(
 
     Args:
       q, k: `[B, T, H, K]`. v: `[B, T, HV, V]`. log_decay: `[B, T, HV, K]`. beta: `[B, T, HV]`.
-      pool: `[S, HV, V, K]`. slots: `[N]`. sources: None or `[N]`, read instead; outside the pool: a zero state.
-      cu_seqlens: None (B == N), or `[N+1]` (B == 1). write: None or `[B, T]`, slots that take the state of each token.
+      pool: `[S, HV, V, K]`. slots: `[N]`. sources: None or `[N]`, read instead; outside the pool:
+        a zero state.
+      cu_seqlens: None (B == N), or `[N+1]` (B == 1). write: None or `[B, T]`, slots that take the
+        state of each token.
 
     Returns:
       `(out, state, intermediate)`, float64 `[B, T, HV, V]`, `[S, HV, V, K]`, `[B, T, HV, V, K]`.
@@ -147,6 +154,58 @@ def update(
     for slot, current in finals.items():
         state[slot] = current
     return out, state, intermediate
+
+
+def layer(params, x, conv, state, config):
+    """One sequence through the layer: `(y, conv, state)`, the last two of its slot.
+
+    Args:
+      params: the weights as fields of a dataclass, those of `kda_jax.KDAParams`; None is left out.
+      x: `[T, D]`. conv: `[C, W-1]`. state: `[HV, V, K]`. config: as `kda_jax.KDAConfig`.
+    """
+    w = {
+        f.name: np.asarray(y, np.float64)
+        for f in dataclasses.fields(params)
+        if (y := getattr(params, f.name)) is not None
+    }
+    x, H, HV, K, V = np.asarray(x, np.float64), config.H, config.HV, config.K, config.V
+    channels = np.concatenate([x @ w["q_proj"], x @ w["k_proj"], x @ w["v_proj"]], 1)
+    padded = np.concatenate([np.asarray(conv, np.float64).T, channels])
+    kernel = np.concatenate([w["q_conv"], w["k_conv"], w["v_conv"]])
+    y = np.stack([(padded[t : t + config.W] * kernel.T).sum(0) for t in range(len(x))])
+    y = y / (1 + np.exp(-y))
+    q, k, v = np.split(y, [H * K, 2 * H * K], axis=1)
+    decay, beta = gates(
+        (x @ w["f_down"] @ w["f_up"]).reshape(1, -1, HV, K),
+        (x @ w["b_proj"])[None],
+        w["A_log"],
+        w["dt_bias"],
+        config.lower_bound,
+    )
+    shape = (1, len(x))
+    out, after, _ = update(
+        q.reshape(*shape, H, K), k.reshape(*shape, H, K), v.reshape(*shape, HV, V), decay, beta,
+        np.asarray(state, np.float64)[None], [0], l2norm=True,
+    )  # fmt: skip
+    gate = (x @ w["g_down"] if "g_down" in w else x) @ w["g_up"]
+    out = out[0] / np.sqrt((out[0] ** 2).mean(-1, keepdims=True) + config.norm_eps) * w["norm"]
+    out = out / (1 + np.exp(-gate.reshape(out.shape)))
+    return out.reshape(len(x), -1) @ w["o_proj"], padded[-(config.W - 1) :].T, after[0]
+
+
+def must_be_near(what, got, wanted, limit):
+    """Ends the run unless `got` is within `limit` of `wanted`, relative in the norm.
+
+    What times an operator calls this first: the time of a wrong answer means nothing.
+    """
+    got = np.asarray(got, np.float64)
+    if got.shape != np.shape(wanted):
+        raise SystemExit(f"{what}: shape {got.shape}, not {np.shape(wanted)}: nothing is timed")
+    error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    if not error <= limit:
+        raise SystemExit(
+            f"{what}: wrong answer, relative error {error:.1e} > {limit:.0e}: nothing is timed"
+        )
 
 
 def _sigmoid(x):

@@ -1,4 +1,7 @@
-"""GPU times of an op as a decode loop runs it: several layers in one jitted scan, pools donated, L2 cold."""
+"""GPU times of an op as a decode loop runs it: several layers in one jitted loop, L2 cold.
+
+Elsewhere only toy sizes run, to see that a benchmark works: their times mean nothing.
+"""
 
 import functools
 import glob
@@ -10,7 +13,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-COLD_BYTES = 200e6  # live bytes that pass between two uses of the same memory: over three times the H200's L2
+# Live bytes that pass between two uses of the same memory: over three times the H200's L2.
+COLD_BYTES = 200e6
 MAX_LAYERS = 96
 WALL_RUNS = 5
 WALL_REPEATS = 4
@@ -18,7 +22,11 @@ WALL_REPEATS = 4
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one call: of its kernels (profiler; median, quartiles), and of a layer by an unprofiled clock."""
+    """Microseconds of one call.
+
+    `kernel_us` is that of its kernels, by the profiler (median, with its quartiles); `layer_us`
+    that of a layer, by the clock and without the profiler.
+    """
 
     kernel_us: float
     kernel_us_low: float
@@ -28,8 +36,18 @@ class Times:
 
 
 def layers_for(live_bytes):
-    """How many layers of this size rotate, so that each finds its memory out of cache; MAX_LAYERS at the most."""
+    """How many layers of this size rotate, so that each finds its memory out of cache.
+
+    MAX_LAYERS at the most, and two for a toy run on another backend.
+    """
+    if jax.default_backend() != "gpu":
+        return 2
     return min(MAX_LAYERS, max(2, -int(-COLD_BYTES // live_bytes)))
+
+
+def steps_for(layers):
+    """How often a loop over so many layers goes round."""
+    return 2 if jax.default_backend() != "gpu" else max(16, min(40, 1500 // layers))
 
 
 def gpu_events(run):
@@ -49,12 +67,11 @@ def gpu_events(run):
 
 
 def time_layers(op, pools, inputs, steps):
-    """Times op(pool, inputs) -> (out, pool) over layers, each with its own pool and inputs, pools donated.
+    """`(Times, pools)` of op(pool, inputs) -> (out, pool) over layers, each with its own of both.
 
-    Both times come from one jitted loop of `steps` steps, whose carry takes the outputs, so that nothing removes or
-    copies them: the kernels' from its profile, a layer's from the clock, the loop dispatched again and again.
-
-    Returns `(Times, pools)`: the pools that were passed are consumed, their successors come back.
+    Both times come from one jitted loop of `steps` steps, whose carry takes the outputs, so that
+    nothing removes or copies them: the kernels' from its profile, a layer's from the clock, the
+    loop dispatched again and again. The pools are donated; their successors come back.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -75,16 +92,6 @@ def time_layers(op, pools, inputs, steps):
 
     once()
     calls = steps * len(pools)
-    by_name: dict[str, list[float]] = {}
-    for name, microseconds in gpu_events(once):
-        by_name.setdefault(name, []).append(microseconds)
-    # A kernel that runs less than once a call belongs to the loop: its counter, its copies of the results.
-    own = {name: times for name, times in by_name.items() if len(times) >= calls}
-    main = max(own, key=lambda name: sum(own[name]))
-    low, middle, high = statistics.quantiles(own[main], n=4)
-    others = sum(
-        statistics.median(times) * len(times) / calls for name, times in own.items() if name != main
-    )
     seconds = []
     for _ in range(WALL_RUNS):
         start = time.perf_counter()
@@ -92,11 +99,28 @@ def time_layers(op, pools, inputs, steps):
             state[0] = loop(state[0], inputs)
         jax.block_until_ready(state[0])
         seconds.append((time.perf_counter() - start) / WALL_REPEATS)
-    times = Times(
-        kernel_us=middle + others,
-        kernel_us_low=low + others,
-        kernel_us_high=high + others,
-        layer_us=statistics.median(seconds) / calls * 1e6,
-        kernels_per_call=sum(map(len, own.values())) / calls,
+    layer_us = statistics.median(seconds) / calls * 1e6
+    if jax.default_backend() != "gpu":
+        kernels = (layer_us, layer_us, layer_us, 0.0)
+    else:
+        kernels = kernel_times(gpu_events(once), calls)
+    return Times(*kernels[:3], layer_us, kernels[3]), [pool for _, pool in state[0]]
+
+
+def kernel_times(events, calls):
+    """(median, lower quartile, upper quartile, kernels a call) of the kernels of one call.
+
+    events: [(kernel, microseconds)] of so many calls.
+    """
+    by_name: dict[str, list[float]] = {}
+    for name, microseconds in events:
+        by_name.setdefault(name, []).append(microseconds)
+    # A kernel that runs less than once a call is the loop's: its counter, its copies of results.
+    own = {name: times for name, times in by_name.items() if len(times) >= calls}
+    main = max(own, key=lambda name: sum(own[name]))
+    low, middle, high = statistics.quantiles(own[main], n=4)
+    others = sum(
+        statistics.median(times) * len(times) / calls for name, times in own.items() if name != main
     )
-    return times, [pool for _, pool in state[0]]
+    a_call = sum(map(len, own.values())) / calls
+    return middle + others, low + others, high + others, a_call

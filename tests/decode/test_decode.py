@@ -411,6 +411,7 @@ def test_a_ref_is_not_copied(implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.large_pool
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slots_beyond_2_to_31_elements(implementation):
     sizes = make_call(MODEL_SHAPES["kimi-linear-48b-tp1-B1"]).sizes

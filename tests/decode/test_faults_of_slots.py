@@ -136,6 +136,7 @@ def test_B14_signed_indices_agree_and_others_are_refused(implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.large_pool
 @each_implementation
 @pytest.mark.parametrize(
     ("HV", "slots", "slot", "dtype"),
@@ -180,6 +181,7 @@ def test_B18_64_bit_mode_changes_no_bit(implementation):
 
 
 @pytest.mark.gpu
+@pytest.mark.large_pool
 @each_implementation
 def test_B19_a_pool_of_most_of_the_memory(implementation):
     HV, per_slot = 32, 32 * 128 * 128 * 4

@@ -1,6 +1,5 @@
 """benchmarks/sharded.py on two host devices, at toy sizes; its checks, fed what is wrong."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import ON_GPU
 
+from kda_jax.tools import records
+
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import sharded
 
@@ -20,10 +21,9 @@ on_the_host = pytest.mark.skipif(ON_GPU, reason="needs several devices, at the C
 
 @on_the_host
 @pytest.mark.slow
-def test_a_quick_run_over_two_devices(tmp_path):
-    path = tmp_path / "sharded.json"
-    sharded.main(["--devices", "2", "--quick", "--commit", "none", "--output", str(path)])
-    results = json.loads(path.read_text())
+def test_a_toy_run_over_two_devices():
+    results = sharded.main(["--devices", "2", "--toy"])
+    assert results["finished"]
     compared = {(entry["what"], entry["mesh"]) for entry in results["equal"]}
     for mesh in ("tp=2", "dp=2"):
         assert {f"{step}: y" for step in ("decode", "prefill")} <= {
@@ -51,16 +51,16 @@ def test_a_quick_run_over_two_devices(tmp_path):
     ],
 )
 def test_a_wrong_answer_ends_the_run(got, limit):
-    report, right = sharded.Report({}), np.ones(2, np.float32)
-    sharded.agree(report, "y", "tp=2", right.copy(), right, limit)
+    record, right = records.Record({}), np.ones(2, np.float32)
+    sharded.agree(record, "y", "tp=2", right.copy(), right, limit)
     with pytest.raises(SystemExit, match="y, tp=2: not what one device gives"):
-        sharded.agree(report, "y", "tp=2", np.array(got, np.float32), right, limit)
-    assert [entry["equal"] for entry in report.results["equal"]] == [True, False]
+        sharded.agree(record, "y", "tp=2", np.array(got, np.float32), right, limit)
+    assert [entry["equal"] for entry in record.results["equal"]] == [True, False]
 
 
 def test_a_zero_of_the_other_sign_has_other_bits():
     with pytest.raises(SystemExit):
-        sharded.agree(sharded.Report({}), "y", "tp=2", np.array([1, -0.0]), np.array([1, 0.0]), 0.0)
+        sharded.agree(records.Record({}), "y", "tp=2", np.array([1, -0.0]), np.array([1, 0.0]), 0.0)
 
 
 @on_the_host
@@ -68,7 +68,7 @@ def test_a_zero_of_the_other_sign_has_other_bits():
 def test_a_program_that_gathers_or_copies_is_seen():
     _, (cut, *_) = sharded.cuts_of(2)
     x = sharded.zeros(cut, jax.ShapeDtypeStruct((4,), jnp.float32), P("tp"))
-    report, whole = sharded.Report({}), NamedSharding(cut.mesh, P())
+    record, whole = records.Record({}), NamedSharding(cut.mesh, P())
 
     def add(x):
         return x + 1
@@ -76,13 +76,13 @@ def test_a_program_that_gathers_or_copies_is_seen():
     def add_and_show(x):
         return x + 1, x - 1
 
-    sharded.program(report, "step", cut, add, x, donated=0, all_reduces=0)
+    sharded.program(record, "step", cut, add, x, donated=0, all_reduces=0)
     with pytest.raises(SystemExit, match="wrong collectives"):
-        sharded.program(report, "step", cut, add, x, donated=0, all_reduces=1)
+        sharded.program(record, "step", cut, add, x, donated=0, all_reduces=1)
     with pytest.raises(SystemExit, match="wrong collectives"):
         sharded.program(
-            report, "step", cut, add_and_show, x, donated=0, out_shardings=(x.sharding, whole)
+            record, "step", cut, add_and_show, x, donated=0, out_shardings=(x.sharding, whole)
         )
-    assert "faults" not in report.results
-    sharded.program(report, "step", cut, jnp.sum, x, donated=0)
-    assert len(report.results["faults"]) == 1
+    assert "faults" not in record.results
+    sharded.program(record, "step", cut, jnp.sum, x, donated=0)
+    assert len(record.results["faults"]) == 1

@@ -39,49 +39,17 @@ prefill = jax.jit(kda_jax.kda_prefill, static_argnames="config")
 decode = jax.jit(kda_jax.kda_decode, static_argnames=("config", "implementation"))
 
 
-def float64_layer(params, x, conv, state, config):
-    """One sequence through the layer, in float64 NumPy: [T, D], and the slot's conv [C, W-1] and state [HV, V, K]."""
-    w = {
-        f.name: np.asarray(y, np.float64)
-        for f in dataclasses.fields(params)
-        if (y := getattr(params, f.name)) is not None
-    }
-    x, H, HV, K, V = np.asarray(x, np.float64), config.H, config.HV, config.K, config.V
-    channels = np.concatenate([x @ w["q_proj"], x @ w["k_proj"], x @ w["v_proj"]], 1)
-    padded = np.concatenate([np.asarray(conv, np.float64).T, channels])
-    kernel = np.concatenate([w["q_conv"], w["k_conv"], w["v_conv"]])
-    y = np.stack([(padded[t : t + config.W] * kernel.T).sum(0) for t in range(len(x))])
-    y = y / (1 + np.exp(-y))
-    q, k, v = np.split(y, [H * K, 2 * H * K], axis=1)
-    decay, beta = oracle.gates(
-        (x @ w["f_down"] @ w["f_up"]).reshape(1, -1, HV, K),
-        (x @ w["b_proj"])[None],
-        w["A_log"],
-        w["dt_bias"],
-        config.lower_bound,
-    )
-    shape = (1, len(x))
-    out, after, _ = oracle.update(
-        q.reshape(*shape, H, K), k.reshape(*shape, H, K), v.reshape(*shape, HV, V), decay, beta,
-        np.asarray(state, np.float64)[None], [0], l2norm=True,
-    )  # fmt: skip
-    gate = (x @ w["g_down"] if "g_down" in w else x) @ w["g_up"]
-    out = out[0] / np.sqrt((out[0] ** 2).mean(-1, keepdims=True) + config.norm_eps) * w["norm"]
-    out = out / (1 + np.exp(-gate.reshape(out.shape)))
-    return out.reshape(len(x), -1) @ w["o_proj"], padded[-(config.W - 1) :].T, after[0]
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_and_decode_meet_a_float64_layer(name):
     config, params, cache = make(name)
     x = inputs(70, config.D)
     y, after = prefill(params, x, cache, jnp.array([4]), jnp.array([0, 70]), config=config)
-    wanted, conv, state = float64_layer(params, x, cache.conv[4], cache.state[4], config)
+    wanted, conv, state = oracle.layer(params, x, cache.conv[4], cache.state[4], config)
     assert_near(y, wanted, LIMIT)
     assert_near(after.conv[4], conv, LIMIT)
     assert_near(after.state[4], state, LIMIT)
     y, after = decode(params, x[:1], cache, jnp.array([4]), config=config)
-    wanted, conv, state = float64_layer(params, x[:1], cache.conv[4], cache.state[4], config)
+    wanted, conv, state = oracle.layer(params, x[:1], cache.conv[4], cache.state[4], config)
     assert_near(y, wanted, LIMIT)
     assert_near(after.conv[4], conv, LIMIT)
     assert_near(after.state[4], state, LIMIT)
@@ -265,7 +233,7 @@ def test_a_bfloat16_model_keeps_its_dtypes():
         jnp.bfloat16,
         jnp.float32,
     )
-    assert_near(y, float64_layer(params, x, cache.conv[0], cache.state[0], config)[0], 3e-2)
+    assert_near(y, oracle.layer(params, x, cache.conv[0], cache.state[0], config)[0], 3e-2)
 
 
 @pytest.mark.slow
