@@ -120,7 +120,7 @@ def main(arguments=None):
             for config in variants("mosaic_gpu", sizes_of(B, HV, T), dtype):
                 print(f"{B}x{HV}:{T}  {config}")
         return None
-    names = bench.runnable(options.implementations, dtype)
+    names = bench.runnable(options.implementations)
     packages = ("triton", "jax-triton") if "triton" in names else ()
     record = records.start(options, packages=packages, pool_dtype=dtype, **dict(K=K, V=V))
     for B, HV, T in cases:

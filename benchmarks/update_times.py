@@ -100,7 +100,7 @@ def main(arguments=None):
     options = records.parse(parser, arguments)
     need_a_gpu(options.toy)
     N, HV, tokens = (4, 2, (1, 2)) if options.toy else (32, 32, TOKENS)
-    names = runnable(options.implementations, "float32")
+    names = runnable(options.implementations)
     record = records.start(
         options,
         packages=("triton", "jax-triton") if "triton" in names else (),

@@ -49,7 +49,7 @@ def _update(operands: Operands, *, static: Static):
     owner = owners(cu_seqlens, T) if cu_seqlens is not None else None
     live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
-    tokens = _gated(*tokens, A_log, dt_bias, static)
+    tokens = _gated(tokens, A_log, dt_bias, static)
     before = pools.read(state, slots, sources).astype(f32)
 
     def step(states, token):
@@ -92,9 +92,10 @@ def _spread(mask, x):
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
 
 
-def _gated(q, k, v, a, b, A_log, dt_bias, static):
+def _gated(tokens, A_log, dt_bias, static):
     """`(q, k, v, log_decay, beta)` of float32 tokens: q scaled, q and k of each value head."""
     f32, HV, maths = jnp.float32, static.sizes.HV, static.maths
+    q, k, v, a, b = tokens
     if maths.use_qk_l2norm:
         q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
     q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * f32(maths.scale), k))

@@ -106,7 +106,7 @@ def prefill(name):
 def run(toy):
     """Every kernel that can run here."""
     sizes, edge = sizes_of(toy)
-    names = [x for x in bench.runnable("mosaic_gpu,triton", "float32") if x != "xla" or toy]
+    names = [x for x in bench.runnable("mosaic_gpu,triton") if x != "xla" or toy]
     for name in names:
         decode(name, sizes, edge)
     prefill("xla" if toy else "mosaic_gpu")
