@@ -24,7 +24,7 @@ from kda_contracts import (
     normalize_dt_bias,
 )
 from kda_contracts.cli import text as report_text
-from kda_contracts.kda import FLOATS
+from kda_contracts.spec import FLOATS
 from kda_contracts.options import judge_option
 from kda_contracts.safetensors_header import printable, read_json
 from kda_jax.weights import KDAConfig, KDAParams, config_from_hf

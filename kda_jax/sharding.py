@@ -11,45 +11,49 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kda_contracts import ContractError
+from kda_contracts import LAYER_DECODE, Contract, ContractError
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.slots import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
-def packed_decode_specs(heads, rows=None):
-    """How each operand and result of `packed_decode` is cut.
+def specs(contract: Contract, *, heads, rows=None):
+    """How each operand and result of an operator is cut, as its table's axes say.
 
     Args:
-      heads: the mesh axis of the heads, or None. rows: the mesh axis of the slots and the batch, or None.
+      contract: a table of `kda_contracts`, such as `PACKED_DECODE`.
+      heads: the mesh axis of the heads, or None.
+      rows: the mesh axis of the slots and the batch, or None.
 
     Returns:
-      `(operands, results)`: a dict of PartitionSpecs by argument, and those of `(out, state)`. `mixed_qkv` must be in
-      `split_packed`'s order, or a cut tears its heads apart; slots are local (`local_slots`).
+      `(operands, results)`: a dict of PartitionSpecs by name, optional operands included, and a
+      tuple of them. A packed axis, such as that of `mixed_qkv`, must be in `split_packed`'s order:
+      otherwise a shard gets parts of heads. Slots are local (`local_slots`).
 
     Raises:
       Nothing.
 
-    >>> tuple(packed_decode_specs("tp")[0]["dt_bias"])
-    ('tp',)
+    >>> from kda_contracts import PACKED_DECODE
+    >>> operands, (out, state) = specs(PACKED_DECODE, heads="tp", rows="dp")
+    >>> tuple(operands["dt_bias"]), tuple(operands["source_indices"]), tuple(state)
+    (('tp',), ('dp',), ('dp', 'tp', None, None))
     """
-    operands = dict(
-        mixed_qkv=P(rows, heads),
-        a=P(rows, heads),
-        b=P(rows, heads),
-        A_log=P(heads),
-        dt_bias=P(heads),
-        initial_state=P(rows, heads, None, None),
-        ssm_state_indices=P(rows),
-    )
-    return operands, (P(rows, None, heads, None), P(rows, heads, None, None))
+    operands = {operand.name: _spec(operand, heads, rows) for operand in contract.operands}
+    return operands, tuple(_spec(result, heads, rows) for result in contract.results)
+
+
+def _spec(operand, heads, rows):
+    if operand.cut is operand.rows is None:
+        return P()
+    at = {operand.rows: rows, operand.cut: heads}
+    return P(*(at.get(axis) for axis in range(len(operand.axes.split()))))
 
 
 def params_specs(params: KDAParams, heads) -> KDAParams:
-    """How each weight of a layer is cut over the mesh axis `heads`: a `KDAParams` of PartitionSpecs, for its weights.
+    """How each weight of a layer is cut over the mesh axis `heads`.
 
     Args:
-      params: `KDAParams`, arrays or shapes. heads: the mesh axis, or None for weights that every device has whole.
+      params: `KDAParams`, arrays or shapes. heads: the mesh axis, or None for whole weights.
 
     Returns:
       `KDAParams` of PartitionSpecs, None where a weight is None.
@@ -62,25 +66,16 @@ def params_specs(params: KDAParams, heads) -> KDAParams:
     >>> tuple(params_specs(init_params(config, jax.random.key(0)), "tp").o_proj)
     ('tp', None)
     """
-    last, first, whole = P(None, heads), P(heads, None), P()
-    specs = dict(
-        q_proj=last,
-        k_proj=last,
-        v_proj=last,
-        q_conv=first,
-        k_conv=first,
-        v_conv=first,
-        o_proj=first,
-    )
-    specs |= dict(f_down=whole, f_up=last, b_proj=last, A_log=P(heads), dt_bias=P(heads))
-    specs |= dict(g_down=whole, g_up=last, g_bias=P(heads), norm=whole)
+    cuts, _ = specs(LAYER_DECODE, heads=heads)
     return KDAParams(
-        **{name: None if getattr(params, name) is None else spec for name, spec in specs.items()}
+        **{name: None if x is None else cuts[name] for name, x in vars(params).items()}
     )
 
 
 def cache_specs(heads, rows=None) -> KDACache:
-    """How a layer's pools are cut; each device's channels of `conv` are q, k and v of its own heads (`split_packed`).
+    """How a layer's two pools are cut.
+
+    Each device's channels of `conv` are q, k and v of its own heads (`split_packed`).
 
     Args:
       heads: the mesh axis of the heads, or None. rows: the mesh axis of the slots, or None.
@@ -94,7 +89,8 @@ def cache_specs(heads, rows=None) -> KDACache:
     >>> tuple(cache_specs("tp", "dp").state)
     ('dp', 'tp', None, None)
     """
-    return KDACache(conv=P(rows, heads, None), state=P(rows, heads, None, None))
+    cuts, _ = specs(LAYER_DECODE, heads=heads, rows=rows)
+    return KDACache(conv=cuts["conv"], state=cuts["state"])
 
 
 def split_packed(x, shards, config: KDAConfig, *, axis=-1):
@@ -237,6 +233,7 @@ def sharded_decode(
     (2, 16)
     """
     _refuse_torn_heads("sharded_decode", config, 1 if heads is None else mesh.shape[heads])
+    cuts, (y,) = specs(LAYER_DECODE, heads=heads, rows=rows)
     cache = cache_specs(heads, rows)
 
     def step(params, x, cache, slots):
@@ -244,10 +241,8 @@ def sharded_decode(
         y, cache = kda_decode(params, x, cache, slots, config=config, implementation=implementation)
         return _summed(y, heads), cache
 
-    specs = (params_specs(params, heads), P(rows, None), cache, P(rows))
-    return jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False
-    )
+    cuts = (params_specs(params, heads), cuts["x"], cache, cuts["slots"])
+    return jax.shard_map(step, mesh=mesh, in_specs=cuts, out_specs=(y, cache), check_vma=False)
 
 
 def sharded_prefill(
@@ -284,10 +279,11 @@ def sharded_prefill(
         y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, **options)
         return _summed(y, heads), cache
 
-    bounds = P() if rows is None else P(rows, None)
-    specs = (params_specs(params, heads), P(rows, None), cache, P(rows), bounds, P(rows))
+    # Not the table's cuts: each shard of rows has tokens and boundaries of its own.
+    tokens, bounds = P(rows, None), P() if rows is None else P(rows, None)
+    cuts = (params_specs(params, heads), tokens, cache, P(rows), bounds, P(rows))
     over_mesh = jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False
+        step, mesh=mesh, in_specs=cuts, out_specs=(tokens, cache), check_vma=False
     )
 
     def prefill(params, x, cache, slots, cu_seqlens, fresh=None):

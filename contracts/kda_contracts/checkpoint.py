@@ -8,10 +8,10 @@ from typing import TypeGuard
 
 from kda_contracts import remedy
 from kda_contracts.arrays import ArrayFacts, shape_text
-from kda_contracts.kda import CHECKPOINT
+from kda_contracts.layer import CHECKPOINT
 from kda_contracts.normalize import padded
 from kda_contracts.safetensors_header import BadFileError, read_header, read_json
-from kda_contracts.spec import Tensor
+from kda_contracts.spec import Operand
 
 LAYER = re.compile(
     r"(?P<prefix>(?:.*\.)?layers\.(?P<index>\d{1,6})\.(?:self_attn|attn|linear_attn))\.(?P<tensor>.+)",
@@ -283,14 +283,14 @@ def _missing_layer(index, by_prefix):
 
 
 def _judge_layer(index, prefix, tensors, sizes, declared):
-    layout = next((x for x in CHECKPOINT if x.told_by in tensors), None)
+    layout = next((x for x in CHECKPOINT if x.known_by in tensors), None)
     faults = []
     if declared and index not in declared["kda"]:
         faults.append(
             Fault("", f"layer {index} is no KDA layer by config.json, but holds A_log or dt_bias")
         )
     if layout is None:
-        told = ", ".join(x.told_by for x in CHECKPOINT)
+        told = ", ".join(x.known_by for x in CHECKPOINT)
         message = f"layer {index} has an unknown layout: none of {told} is there"
         faults.append(Fault("", message, f"it holds {', '.join(sorted(tensors)[:6])}"))
         return LayerReport(index, prefix, "unknown", (), tuple(faults))
@@ -312,7 +312,7 @@ def _judge_layer(index, prefix, tensors, sizes, declared):
     return LayerReport(index, prefix, layout.name, tuple(notes), tuple(faults))
 
 
-def _judge_tensor(prefix, tensor: Tensor, array: ArrayFacts, sizes, notes):
+def _judge_tensor(prefix, tensor: Operand, array: ArrayFacts, sizes, notes):
     wanted = tensor.shape(sizes)
     if (
         tensor.name in KDA_ONLY

@@ -1,4 +1,4 @@
-"""How a contract is written: operands whose axes are text ("B HV*K"), parsed once and never run as code."""
+"""How a contract is written: operands whose axes are text ("B HV*K"), parsed and never run."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,12 +6,16 @@ from functools import cache
 
 from kda_contracts.axes import AXES
 
+FLOATS = ("float32", "bfloat16", "float16")
+INDICES = ("int8", "int16", "int32", "int64")
+
 
 @dataclass(frozen=True)
 class Operand:
-    """One array of an operator: `axes` such as "B HV*K", the dtypes it may have, what it means.
+    """One array: `axes` such as "B HV*K", the dtypes it may have, what it means.
 
-    `also` has other axes under which it may come; of all of them, an axis B or T of length 1 may be left out.
+    `also` has other axes under which it may come. Of all of them, an axis B or T of length 1 may
+    be left out.
     """
 
     name: str
@@ -25,6 +29,23 @@ class Operand:
     def expected(self):
         """The shape in letters, as errors and docstrings show it: "[B, HV*K]"."""
         return f"[{', '.join(self.axes.split())}]"
+
+    @property
+    def cut(self):
+        """The axis that is cut over the heads, None where there is none.
+
+        Where it is packed of several parts, such as "2*H*K+HV*V", each part is to be cut.
+        """
+        for number, axis in enumerate(self.axes.split()):
+            if any(letter in ("H", "HV") for _, letters in parse_axis(axis) for letter in letters):
+                return number
+        return None
+
+    @property
+    def rows(self):
+        """The axis that is cut over the slots or the batch, None where there is none."""
+        axes = self.axes.split()
+        return next((axes.index(letter) for letter in ("S", "B", "N") if letter in axes), None)
 
     def shape(self, sizes) -> tuple:
         """The shape in numbers, None where a letter is not known."""
@@ -44,20 +65,22 @@ class Operand:
         return list(dict.fromkeys(shapes))
 
 
-@dataclass(frozen=True)
-class Tensor(Operand):
-    """One tensor of a checkpoint. `cut` is the axis that tensor parallelism cuts, None where each rank has it all."""
-
-    cut: int | None = None
+CU_SEQLENS = Operand(
+    "cu_seqlens",
+    "N+1",
+    ("int32", "int64"),
+    "where each sequence starts, and the last one ends",
+    required=False,
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a layer is released: the tensor whose name tells it, and all tensors."""
+    """One way in which a layer is released. `known_by` is the tensor that identifies it."""
 
     name: str
-    told_by: str
-    tensors: tuple[Tensor, ...]
+    known_by: str
+    tensors: tuple[Operand, ...]
 
 
 @dataclass(frozen=True)
@@ -90,10 +113,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Contract:
-    """An operator's operands, options and rules. The rules are numbered from 1 in the order of `rules`.
+    """An operator's operands, options and rules, which are numbered from 1 in their order.
 
-    `pool` names the state pool, `anchor` the operand whose device the others share, `sizes_from` the operands that the
-    letters are read from, in order (none: as bind.py reads a packed row).
+    `pool` names the state pool, `anchor` the operand whose device the others share, `sizes_from`
+    the operands that the letters are read from, in order (none: as bind.py reads a packed row).
     """
 
     name: str
@@ -120,7 +143,10 @@ class Contract:
 
 @cache
 def parse_axis(text):
-    """'2*H*K+HV*V' -> ((2, ('H', 'K')), (1, ('HV', 'V'))): a sum of products of a number and letters of the legend."""
+    """'2*H*K+HV*V' -> ((2, ('H', 'K')), (1, ('HV', 'V'))).
+
+    A sum of products of a number and letters of the legend.
+    """
     terms = []
     for term in text.replace("-", "+-").split("+"):
         factor, letters = 1, []

@@ -93,7 +93,7 @@ def write_layer(folder, model, *, layer=0, seed=0):
     config = {"hidden_size": released.hidden_size, "linear_attn_config": linear}
     (folder / "config.json").write_text(json.dumps(config))
 
-    (layout,) = (x for x in CHECKPOINT if x.told_by == released.output_gate)
+    (layout,) = (x for x in CHECKPOINT if x.known_by == released.output_gate)
     values = random_operands(
         Sizes(B=1, H=heads, HV=heads, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=1), seed=seed
     )
