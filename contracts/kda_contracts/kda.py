@@ -248,7 +248,7 @@ KDA_UPDATE = Contract(
             "needed",
             "A_log",
             "`A_log` may be None only with a `lower_bound`.",
-            unless="lower_bound",
+            beside="lower_bound",
         ),
         Rule("numel", "A_log", "Unexpected A_log shape: {array.shape}; expected numel={HV}"),
         Rule(

@@ -2,7 +2,35 @@
 
 from dataclasses import replace
 
-from kda_contracts.spec import CU_SEQLENS, FLOATS, INDICES, Contract, Layout, Operand, Rule
+from kda_contracts.axes import AXES
+from kda_contracts.spec import CU_SEQLENS, FLOATS, INDICES, Contract, Layout, Operand, Option, Rule
+
+LOWER_BOUND = Option("lower_bound", "negative", "lower bound of the log decay (safe gate)")
+NORM_EPS = Option("norm_eps", "positive", "added to the mean of the squares", required=True)
+
+# A layer's static numbers, before any array is there.
+KDA_CONFIG = Contract(
+    name="kda_jax.KDAConfig",
+    operands=(),
+    results=(),
+    options=(
+        *(Option(letter, "size", AXES[letter], required=True) for letter in "DH"),
+        Option("HV", "size", AXES["HV"], required=True),
+        *(Option(letter, "size", AXES[letter], required=True) for letter in "KVW"),
+        LOWER_BOUND,
+        NORM_EPS,
+        Option("gate_rank", "size", "rank of the output gate's two projections; None: full rank"),
+    ),
+    rules=(
+        Rule(
+            "option",
+            "D H HV K V W lower_bound norm_eps gate_rank",
+            "`{argument}` must be {allowed} (got {got}).",
+        ),
+        Rule("multiple", "HV", "`HV` must be a multiple of H={wanted} (got {got}).", beside="H"),
+        Rule("equal", "gate_rank", "`gate_rank` must be V={wanted} (got {got}).", beside="V"),
+    ),
+)
 
 
 def _layer(name, x, *indices):
@@ -35,7 +63,7 @@ def _layer(name, x, *indices):
         name=name,
         operands=(x, *weights, *pools, *indices),
         results=(Operand("y", x.axes, FLOATS, "the layer's output"),),
-        options=(),
+        options=(LOWER_BOUND, NORM_EPS),
         rules=(
             Rule("rank", "x state", "`{argument}` must be {expected} (got ndim={array.ndim})."),
             Rule(
@@ -53,6 +81,7 @@ def _layer(name, x, *indices):
                 f"x {names} g_up conv state {index_names}",
                 "`{argument}` must be {allowed} (got {got}).",
             ),
+            Rule("option", "lower_bound norm_eps", "`{argument}` must be {allowed} (got {got})."),
         ),
         pool="state",
         anchor="x",

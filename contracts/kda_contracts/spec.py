@@ -14,6 +14,8 @@ INDICES = ("int8", "int16", "int32", "int64")
 class Operand:
     """One array: `axes` such as "B HV*K", the dtypes it may have, what it means.
 
+    "..." in front stands for any number of axes, whose sizes count as one letter.
+
     `also` has other axes under which it may come. Of all of them, an axis B or T of length 1 may
     be left out.
     """
@@ -37,7 +39,9 @@ class Operand:
         Where it is packed of several parts, such as "2*H*K+HV*V", each part is to be cut.
         """
         for number, axis in enumerate(self.axes.split()):
-            if any(letter in ("H", "HV") for _, letters in parse_axis(axis) for letter in letters):
+            if axis != "..." and any(
+                letter in ("H", "HV") for _, letters in parse_axis(axis) for letter in letters
+            ):
                 return number
         return None
 
@@ -49,7 +53,10 @@ class Operand:
 
     def shape(self, sizes) -> tuple:
         """The shape in numbers, None where a letter is not known."""
-        return tuple(axis_value(axis, sizes) for axis in self.axes.split())
+        leading, axes = (), self.axes.split()
+        if axes[0] == "...":
+            leading, axes = sizes.get("...", (None,)), axes[1:]
+        return (*leading, *(axis_value(axis, sizes) for axis in axes))
 
     def shapes(self, sizes) -> list[tuple]:
         """All shapes that the operand may have, in numbers."""
@@ -85,25 +92,29 @@ class Layout:
 
 @dataclass(frozen=True)
 class Option:
-    """One static option. `kind` is "positive", "negative" or "number" (finite, or None), "flag" or "dtype"."""
+    """One static option. `kind` is a number's ("size", "positive", ..., see options.py), "flag" or
+    "dtype". One that is `required` may not be None.
+    """
 
     name: str
     kind: str
     meaning: str
     dtypes: tuple[str, ...] = ()
+    required: bool = False
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition: what is judged (`kind`, see judge.py), on which arguments, and the first line of its error.
+    """One condition: what is judged, on which arguments, and the first line of its error.
 
-    `unless`, of the kind "needed", names the argument beside which this one may be left out.
+    `kind`: see judge.py. `beside` names the argument beside which this one may be left out (of the
+    kind "needed"), that it must be a multiple of ("multiple"), or equal to ("equal").
     """
 
     kind: str
     arguments: str
     message: str
-    unless: str | None = None
+    beside: str = ""
 
     @property
     def shared(self):
@@ -132,7 +143,7 @@ class Contract:
     def __post_init__(self):
         object.__setattr__(self, "by_name", {x.name: x for x in (*self.operands, *self.options)})
         for operand in (*self.operands, *self.results):
-            for axis in operand.axes.split():
+            for axis in operand.axes.removeprefix("... ").split():
                 parse_axis(axis)
         for rule in self.rules:
             if unknown := set(rule.arguments.split()) - set(self.by_name):

@@ -156,12 +156,12 @@ def test_local_slots_of_any_width(dtype):
 
 def test_what_cannot_be_cut_is_refused():
     config = kda_jax.KDAConfig(D=1, H=2, HV=4, K=3, V=5)
-    with pytest.raises(ContractError, match="H=2 and HV=4 heads cannot be cut over 4 shards"):
+    with pytest.raises(ContractError, match="2 key and 4 value heads cannot be split over 4 ranks"):
         sharding.split_packed(jnp.zeros(32), 4, config)
     mesh = mesh_of((4,), ("tp",))
     params = jax.eval_shape(lambda: kda_jax.init_params(config, jax.random.key(0)))
     for make in (sharding.sharded_decode, sharding.sharded_prefill):
-        with pytest.raises(ContractError, match="heads cannot be cut over 4 shards"):
+        with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
             make(mesh, config, params, heads="tp")
     with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
         kda_jax.init_cache(config, 3, ranks=4)
