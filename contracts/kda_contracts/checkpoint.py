@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kda_contracts import remedy
 from kda_contracts.arrays import ArrayFacts, shape_text
@@ -216,7 +217,7 @@ def _inside(folder, name):
     return path
 
 
-def _geometry(path, config) -> tuple[dict, object, dict]:
+def _geometry(path, config) -> tuple[dict, Any, dict]:
     """(sizes by letter, lower_bound, {"kda": layers, "full": layers}), as a config.json has them."""
     config = config.get("text_config", config)
     linear = config.get("linear_attn_config") if isinstance(config, dict) else None

@@ -253,6 +253,16 @@ def test_a_gate_that_is_none(tmp_path, capsys, bound):
     assert json.loads(capsys.readouterr().out)["lower_bound"] is None
 
 
+@pytest.mark.parametrize("eps", [None, "1e-5", 0, True, 10**400], ids=lambda x: type(x).__name__)
+def test_an_epsilon_that_is_none_is_a_fault(tmp_path, capsys, eps):
+    entries, config = kimi()
+    write_single(tmp_path, entries, config | dict(rms_norm_eps=eps))
+    assert main(["check", str(tmp_path)]) == 1
+    line = "rms_norm_eps in config.json must be a finite number above 0 (got"
+    assert line in capsys.readouterr().out
+    assert line in str(check_checkpoint(tmp_path))
+
+
 def test_layers_are_numbered_as_they_are_found(tmp_path):
     layer = layer_of(LOW_RANK, KIMI, "model.layers.5.self_attn")
     for listed in ([5], [6]):
@@ -446,6 +456,19 @@ def test_a_bad_file_is_one_clear_error(tmp_path, capsys, case):
     assert message in captured.err
 
 
+def test_a_header_of_one_byte_more_than_the_format_allows_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((100_000_001).to_bytes(8, "little") + b"{}")
+    with pytest.raises(BadFileError) as caught:
+        find_tensors(path)
+    assert str(caught.value) == (
+        f"{path}: its header claims 100000001 bytes, more than the format's 100000000"
+    )
+    path.write_bytes((100_000_000).to_bytes(8, "little") + b"{}")
+    with pytest.raises(BadFileError, match="truncated: its header claims 100000000 bytes"):
+        find_tensors(path)
+
+
 def sharded(folder):
     return write_sharded(folder, *kimi())
 
@@ -455,6 +478,13 @@ def rewrite_index(folder, change):
     index = json.loads(path.read_text())
     change(index)
     path.write_text(json.dumps(index))
+
+
+def a_folder_below(folder):
+    """The index names a whole and right file, which lies in a folder of the folder."""
+    (sharded(folder) / "sub").mkdir()
+    write_safetensors(folder / "sub" / "model.safetensors", {"x": ("F32", (2,))})
+    rewrite_index(folder, lambda x: x["weight_map"].update(x="sub/model.safetensors"))
 
 
 def outside_by_link(folder):
@@ -502,6 +532,10 @@ BAD_FOLDERS = {
             sharded(f), lambda x: x["weight_map"].update(x="../secret.safetensors")
         ),
         "secret.safetensors",
+    ),
+    "an index that points into a folder below": (
+        a_folder_below,
+        "sub/model.safetensors: points outside the folder",
     ),
     "an absolute index": (
         lambda f: rewrite_index(sharded(f), lambda x: x["weight_map"].update(x="/etc/hostname")),

@@ -66,7 +66,15 @@ for name, values, sign in (("lower_bound", NOT_BOUNDS, "below"), ("norm_eps", NO
         WRONG.append((name, value, message))
 
 
-@pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=lambda x: x[:20] if isinstance(x, str) else type(x).__name__)
+def short(x):
+    return x[:20] if isinstance(x, str) else type(x).__name__
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    WRONG,
+    ids=short,
+)
 def test_a_config_is_refused_when_it_is_made(name, value, message):
     for make in (kda_jax.KDAConfig, lambda **numbers: check(KDA_CONFIG, **numbers)):
         with pytest.raises(ContractError) as caught:
@@ -146,7 +154,7 @@ LINEAR = dict(num_heads=4, head_dim=16, short_conv_kernel_size=4)
 FLA = dict(model_type="kda", hidden_size=32, num_heads=4, head_dim=16, conv_size=4)
 
 
-@pytest.mark.parametrize("eps", [None, "x", 10**400, -1, 0, True, [1]], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("eps", [None, "x", 10**400, -1, 0, True, [1]], ids=short)
 def test_a_files_epsilon_is_judged(eps):
     kimi = dict(hidden_size=32, linear_attn_config=LINEAR, rms_norm_eps=eps)
     for read in (layer_numbers, kda_jax.config_from_hf):
@@ -188,7 +196,7 @@ def test_heads_are_split_over_ranks():
         ((4, 4), True, "`ranks` must be a whole number above 0 (got bool True)"),
         ((4, 4), None, "`ranks` must be a whole number above 0 (got NoneType None)"),
     ],
-    ids=lambda x: x[:20] if isinstance(x, str) else type(x).__name__,
+    ids=short,
 )
 def test_heads_that_cannot_be_split_say_what_can_be(heads, ranks, message):
     with pytest.raises(ContractError) as caught:
