@@ -97,7 +97,8 @@ def split_packed(x, ranks, config: KDAConfig, *, axis=-1):
     """A packed axis `q | k | v` in the order q0 k0 v0 | q1 ...: a cut gives each shard its heads.
 
     Args:
-      x: any array with `2*H*K+HV*V` elements along the axis: `mixed_qkv`, a convolution's pool or its kernel.
+      x: any array with `2*H*K+HV*V` elements along the axis: `mixed_qkv`, a convolution's pool or
+        its kernel.
       ranks: shards that the heads are split over; must divide H and HV.
       config: for H, HV, K, V of the whole.
       axis: the packed one.

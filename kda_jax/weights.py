@@ -42,7 +42,9 @@ class KDAConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KDAParams:
-    """The weights of one layer, as `x @ w` takes them; any float dtype, `A_log` and `dt_bias` best in float32.
+    """The weights of one layer, as `x @ w` takes them, of any float dtype.
+
+    `A_log` and `dt_bias` are best in float32.
 
     `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias` may be None:
     FLA's own layer has it, and the released models do not.
@@ -93,7 +95,8 @@ def config_from_hf(config) -> KDAConfig:
       BadFileError: it is no KDA model's config, or a number is missing or wrong.
 
     >>> linear = dict(num_heads=32, head_dim=128, short_conv_kernel_size=4, kda_layers=[1, 2, 3])
-    >>> config_from_hf(dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)).channels
+    >>> model = dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)
+    >>> config_from_hf(model).channels
     12288
     """
     return KDAConfig(**layer_numbers(config))
@@ -130,10 +133,11 @@ def init_cache(
 
 
 def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
-    """Random weights of a layer: normal with the variance of 1 over the inputs; decay rates of 1 to 16.
+    """Random weights of a layer: normal, of variance 1 over the inputs; decay rates of 1 to 16.
 
     Args:
-      config: the layer's. key: a JAX random key. dtype: of the weights; A_log and dt_bias stay float32.
+      config: the layer's. key: a JAX random key.
+      dtype: of the weights; A_log and dt_bias stay float32.
 
     Returns:
       `KDAParams`.

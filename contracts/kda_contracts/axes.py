@@ -1,7 +1,7 @@
 """The axis legend: one letter, one meaning, everywhere in code, docstrings, errors and tests."""
 
 AXES = {
-    "B": "rows of the decode batch, padded rows included; 1 where sequences lie end to end (varlen)",
+    "B": "rows of the decode batch, padded ones included; 1 if sequences lie end to end (varlen)",
     "T": "tokens per row (varlen: of all sequences together)",
     "N": "sequences",
     "S": "slots of the state pool",

@@ -144,7 +144,7 @@ def _told(operand, array):
 
 
 def _bind_packed(arrays):
-    """S, HV, V, K from the pool, B and H from the packed row; witnesses that agree overrule a pool."""
+    """S, HV, V, K from the pool, B and H from the packed row; agreeing witnesses overrule it."""
     sizes, sources = {}, []
     pool, packed = arrays.get(POOL), arrays.get("mixed_qkv")
     agreed = _agreed(arrays)
@@ -193,7 +193,7 @@ def packed_sizes(packed, sizes):
 
 
 def packed_fault(sizes, width, q_size):
-    """The kind of the first packed rule that the row breaks, or None. Symbolic widths are not judged."""
+    """The kind of the first packed rule that the row breaks; None for a symbolic width."""
     HV, V, K = sizes["HV"], sizes["V"], sizes["K"]
     if not all(map(known, (width, HV, V, K))):
         return None

@@ -15,7 +15,7 @@ from kda_contracts.heads import split_heads
 from kda_contracts.judge import ContractError, check
 from kda_contracts.layer import CHECKPOINT, KDA_CONFIG, LOWER_BOUND, NORM_EPS
 from kda_contracts.normalize import padded
-from kda_contracts.options import judge_option, shown_value
+from kda_contracts.options import judge_option, one_of, shown_value
 from kda_contracts.safetensors_header import BadFileError, printable, read_header, read_json
 from kda_contracts.spec import Operand
 
@@ -173,7 +173,7 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
 
 
 def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
-    """{name: (file, ArrayFacts)} of a safetensors file, or of a folder of them. Raises BadFileError."""
+    """{name: (file, ArrayFacts)} of a safetensors file or a folder of them. Raises BadFileError."""
     path = Path(path)
     if not path.is_dir():
         return _of_file(path)
@@ -205,7 +205,7 @@ def _of_file(path):
 
 
 def _inside(folder, name):
-    """folder/name, which must really lie there; a hub cache keeps its files as links to ../../blobs."""
+    """folder/name, which must lie there; a hub cache keeps its files as links to ../../blobs."""
     path = folder / name
     try:
         target, home = path.resolve(strict=True), folder.resolve()
@@ -218,7 +218,7 @@ def _inside(folder, name):
 
 
 def _geometry(path, config) -> tuple[dict, Any, dict]:
-    """(sizes by letter, lower_bound, {"kda": layers, "full": layers}), as a config.json has them."""
+    """(sizes by letter, lower_bound, {"kda": layers, "full": layers}), as config.json has them."""
     config = config.get("text_config", config)
     linear = config.get("linear_attn_config") if isinstance(config, dict) else None
     if isinstance(linear, dict):
@@ -302,8 +302,8 @@ def _shown(x):
 def _declared(listed, found):
     """The layers that the config calls KDA and full attention, by number in the names.
 
-    A config counts from 0 or from 1 and does not say so: what fits the layers that were found decides, then 1 where no
-    layer is called 0.
+    A config counts from 0 or from 1 and does not say so: what fits the layers that were found
+    decides, then 1 where no layer is called 0.
     """
     if not listed.get("kda"):
         return {}
@@ -378,7 +378,8 @@ def _judge_tensor(prefix, tensor: Operand, array: ArrayFacts, sizes, notes):
         tail = array.size - math.prod(wanted)
         padding = f", its tail of {tail} is judged when it is loaded" if tail else ""
         notes.append(
-            f"{tensor.name} is {shape_text(array.shape)}: normalize_{tensor.name} gives {shape_text(wanted)}{padding}"
+            f"{tensor.name} is {shape_text(array.shape)}: normalize_{tensor.name} gives "
+            f"{shape_text(wanted)}{padding}"
         )
     elif array.shape != wanted:
         flat = ("*" in tensor.axes and " " not in tensor.axes) or tensor.name == "A_log"
@@ -396,7 +397,7 @@ def _judge_tensor(prefix, tensor: Operand, array: ArrayFacts, sizes, notes):
             f"{detail}; {cure}" if cure else detail,
         )
     if array.dtype not in tensor.dtypes:
-        message = f"`{prefix}.{tensor.name}` must be {', '.join(tensor.dtypes[:-1])} or {tensor.dtypes[-1]}"
+        message = f"`{prefix}.{tensor.name}` must be {one_of(tensor.dtypes)}"
         return Fault(
             tensor.name, f"{message} (got {array.dtype})", remedy.for_tensor_dtype(array.dtype)
         )
@@ -406,7 +407,7 @@ def _judge_tensor(prefix, tensor: Operand, array: ArrayFacts, sizes, notes):
 
 
 def _normalizable(name, array, sizes):
-    """Whether the normalizer would take it; but values are not read, so one rate per channel is no padding."""
+    """Whether the normalizer would take it; one rate per channel is no padded A_log."""
     if array.size == math.prod((sizes["HV"], sizes["K"]) if name == "dt_bias" else (sizes["HV"],)):
         return True
     return name == "A_log" and padded(array, sizes["HV"]) and array.size != sizes["HV"] * sizes["K"]

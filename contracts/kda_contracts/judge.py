@@ -45,7 +45,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: its number in the contract, the argument, the first line, and the lines below it."""
+    """One broken rule: its number in the contract, the argument, its first line and its others."""
 
     rule: int
     argument: str
@@ -54,7 +54,10 @@ class Violation:
 
 
 class ContractError(ValueError):
-    """What a caller passed breaks the contract. `violations` has one entry per argument, in the rules' order."""
+    """What a caller passed breaks the contract.
+
+    `violations` has one entry per argument, in the rules' order.
+    """
 
     def __init__(self, message: str, violations: tuple[Violation, ...] = ()):
         super().__init__(message)
@@ -67,9 +70,9 @@ def check(contract: Contract, sizes: dict | None = None, /, **operands_and_optio
     Args:
       contract: the table, such as `PACKED_DECODE`.
       sizes: letters whose values are known beforehand, from a config; they overrule the shapes.
-      **operands_and_options: the arrays by name (NumPy, JAX, torch, tracers, anything with `.shape` and `.dtype`)
-        and the static options (`scale`, `lower_bound`, `out_dtype`; a dtype may be an object or its name). Strides
-        are judged where the array carries them.
+      **operands_and_options: the arrays by name (NumPy, JAX, torch, tracers, anything with `.shape`
+        and `.dtype`) and the static options (`scale`, `lower_bound`, `out_dtype`; a dtype may be
+        an object or its name). Strides are judged where the array carries them.
 
     Returns:
       `Sizes`, read from the shapes.
@@ -81,17 +84,17 @@ def check(contract: Contract, sizes: dict | None = None, /, **operands_and_optio
     >>> import numpy as np
     >>> from kda_contracts import PACKED_DECODE
     >>> x = {"mixed_qkv": np.zeros((3, 384), "float32"), "a": np.zeros((3, 256), "float32")}
-    >>> x |= {"b": np.zeros((3, 4), "float32"), "A_log": np.zeros(4, "float32"), "dt_bias": np.zeros(256, "float32")}
-    >>> x |= {"initial_state": np.zeros((6, 4, 32, 64), "float32"), "ssm_state_indices": np.array([4, -1, 0])}
+    >>> x |= {"b": np.zeros((3, 4), "float32"), "A_log": np.zeros(4, "float32")}
+    >>> x |= {"dt_bias": np.zeros(256, "float32"), "ssm_state_indices": np.array([4, -1, 0])}
+    >>> x |= {"initial_state": np.zeros((6, 4, 32, 64), "float32")}
     >>> check(PACKED_DECODE, **x)
     Sizes(B=3, H=2, HV=4, K=64, V=32, S=6)
-    >>> check(PACKED_DECODE, **x | {"dt_bias": np.zeros(4, "float32")})
+    >>> check(PACKED_DECODE, **x | {"dt_bias": np.zeros(8, "float32")})
     Traceback (most recent call last):
     ...
     kda_contracts.judge.ContractError: kda_jax.packed_decode: 1 argument breaks the contract
-      `dt_bias` must have 256 elements (got 4).
-          expected [HV*K] = (256,), got (4,) float32
-          4 is HV: this looks like one bias per head; repeat each K=64 times, e.g. np.repeat(dt_bias, 64)
+      `dt_bias` must have 256 elements (got 8).
+          expected [HV*K] = (256,), got (8,) float32
       with HV=4, V=32, K=64 from `initial_state` (6, 4, 32, 64), H=2 from `mixed_qkv` (3, 384)
     """
     given = {name: x for name, x in operands_and_options.items() if not _absent(contract, name, x)}
@@ -118,7 +121,8 @@ def _absent(contract, name, x):
     entry = contract.by_name.get(name)
     if entry is None:
         raise TypeError(
-            f"{contract.name} has no operand or option {name!r}; it has {', '.join(contract.by_name)}"
+            f"{contract.name} has no operand or option {name!r}; "
+            f"it has {', '.join(contract.by_name)}"
         )
     return x is None and not entry.required
 
@@ -270,8 +274,8 @@ def _has_shape(array, wanted):
 def _pool_violation(name, pool, sizes):
     HV, K = sizes["HV"], sizes["K"]
     headline = (
-        f"`{name}` must be [S, HV, V, K] with HV={HV}, K={K} as `a`, `b`, `A_log` and `dt_bias` have it "
-        f"(got {shape_text(pool.shape)})"
+        f"`{name}` must be [S, HV, V, K] with HV={HV}, K={K} as `a`, `b`, `A_log` and `dt_bias` "
+        f"have it (got {shape_text(pool.shape)})"
     )
     return headline, remedy.for_pool(pool, HV, K)
 
@@ -283,10 +287,8 @@ def _expectation(operand, sizes):
 
 
 def _report(contract, violations, bound):
-    plural = len(violations) > 1
-    lines = [
-        f"{contract.name}: {len(violations)} argument{'s break' if plural else ' breaks'} the contract"
-    ]
+    break_it = "argument breaks" if len(violations) == 1 else "arguments break"
+    lines = [f"{contract.name}: {len(violations)} {break_it} the contract"]
     headline = None
     for violation in violations:
         if violation.headline != headline:

@@ -43,7 +43,7 @@ PACKED_DECODE = Contract(
         Option("lower_bound", "negative", "lower bound of the log decay (safe gate)"),
         Option("out_dtype", "dtype", "dtype of out", FLOATS),
     ),
-    # The first lines are SGLang's own where it has the check: whoever searches for the message finds it here.
+    # The first lines are SGLang's own if it has the check, so that a search for one ends here.
     rules=(
         Rule("rank", "mixed_qkv", "`mixed_qkv` must be a 2D tensor (got ndim={mixed_qkv.ndim})."),
         Rule("last_axis", "mixed_qkv", "`mixed_qkv` must be contiguous in the last dim."),
@@ -67,7 +67,8 @@ PACKED_DECODE = Contract(
         Rule(
             "batch",
             "a b",
-            "Mismatched batch sizes: mixed_qkv.shape[0]={B}, a.shape[0]={a.rows}, b.shape[0]={b.rows}.",
+            "Mismatched batch sizes: mixed_qkv.shape[0]={B}, a.shape[0]={a.rows}, "
+            "b.shape[0]={b.rows}.",
         ),
         Rule(
             "shape",
@@ -106,7 +107,8 @@ PACKED_DECODE = Contract(
         ),
         Rule(
             "dtype",
-            "mixed_qkv a b A_log dt_bias initial_state ssm_state_indices source_indices out out_dtype",
+            "mixed_qkv a b A_log dt_bias initial_state ssm_state_indices source_indices out "
+            "out_dtype",
             "`{argument}` must be {allowed} (got {got}).",
         ),
         Rule(
@@ -162,7 +164,7 @@ _UPDATE_RESULTS = (
 def _update_rules(
     pool, slots, gates, options, *own, draft="intermediate_states num_accepted_tokens"
 ):
-    """The rules of an operator over several tokens; `own` are those of its gates, before the pool's."""
+    """The rules of an operator over several tokens; `own`, before the pool's: its gates' rules."""
     operands = f"q k v {gates} {pool} {slots} cu_seqlens {draft}"
     return (
         Rule("rank", "q k v", "`{argument}` must be a 4D tensor (got ndim={array.ndim})."),
@@ -243,7 +245,8 @@ KDA_UPDATE = Contract(
         "initial_state_source",
         "initial_state_indices",
         "A_log dt_bias a b",
-        "scale lower_bound use_qk_l2norm_in_kernel update_state softplus_beta softplus_threshold allow_neg_eigval",
+        "scale lower_bound use_qk_l2norm_in_kernel update_state softplus_beta softplus_threshold "
+        "allow_neg_eigval",
         Rule(
             "needed",
             "A_log",

@@ -34,7 +34,7 @@ KDA_CONFIG = Contract(
 
 
 def _layer(name, x, *indices):
-    """The contract of a layer's step: its input, its weights as `x @ w` takes them, its two pools, its indices."""
+    """The contract of a layer's step: its input, weights as `x @ w` takes them, pools, indices."""
     weights = (
         Operand("q_proj", "D H*K", FLOATS, "query projection"),
         Operand("k_proj", "D H*K", FLOATS, "key projection"),
@@ -74,7 +74,8 @@ def _layer(name, x, *indices):
             Rule(
                 "layout",
                 "g_up",
-                "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank (got {array.shape}).",
+                "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank "
+                "(got {array.shape}).",
             ),
             Rule(
                 "dtype",
@@ -127,7 +128,8 @@ _FORGET_GATE = (
     _tensor("f_b_proj.weight", "HV*K K", "forget gate, up"),
 )
 
-# One KDA layer as released, below `...layers.<i>.self_attn.` (FLA: `.attn.`), in each layout that is known.
+# One KDA layer as released, in each layout that is known: the tensors below
+# `...layers.<i>.self_attn.` (FLA: `.attn.`).
 CHECKPOINT = (
     Layout(
         "low-rank output gate (Kimi-Linear, GLM-5.3)",

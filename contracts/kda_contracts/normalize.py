@@ -57,14 +57,15 @@ def normalize_dt_bias(dt_bias, HV, K):
     """dt_bias as `[HV*K]`.
 
     Args:
-      dt_bias: `[HV*K]`, `[HV, K]` or anything else with HV*K elements in that order; any float dtype.
+      dt_bias: `[HV*K]`, `[HV, K]` or anything else with HV*K elements in that order; any float
+        dtype.
       HV: value heads. K: key channels of a head.
 
     Returns:
       `[HV*K]`, same dtype.
 
     Raises:
-      ContractError: another number of elements ("Unexpected dt_bias shape: ...; expected numel=...").
+      ContractError: another number of elements ("Unexpected dt_bias shape: ...").
 
     >>> import numpy as np
     >>> normalize_dt_bias(np.zeros((4, 64)), 4, 64).shape

@@ -24,7 +24,7 @@ IN_RANGE = {
 
 
 def judge_option(kind, option, value):
-    """(what is allowed, what came, remedy lines) where an option breaks a rule of this kind, else None."""
+    """(what is allowed, what came, remedy lines) of an option that breaks such a rule, or None."""
     shown = shown_value(value)
     is_array = hasattr(value, "shape") and hasattr(value, "dtype")
     if kind == "dtype":

@@ -12,7 +12,7 @@ NO_RANK = "None is an output gate of full rank"
 
 
 def for_shape(argument, operand, arrays, sizes, pool=None):
-    """One line for a wrong shape, or None where nothing better than the expected shape can be said."""
+    """One line for a wrong shape, or None if only the expected shape can be said."""
     array, wanted = arrays[argument], operand.shape(sizes)
     if not all(map(known, array.shape)):
         return None

@@ -118,7 +118,7 @@ class Rule:
 
     @property
     def shared(self):
-        """Whether the message speaks of several arguments at once, so that a detail must name its own."""
+        """Whether the message speaks of several arguments, so that a detail must name its own."""
         return " " in self.arguments and "{argument}" not in self.message
 
 

@@ -1,4 +1,4 @@
-"""The tables of convolution, gated norm and gates: what they take, and what they say of the rest."""
+"""The tables of convolution, gated norm and gates: what they take, what they say of the rest."""
 
 import numpy as np
 import pytest

@@ -129,7 +129,8 @@ CASES = [
         PACKED_DECODE,
         dict(dt_bias=(64,)),
         "dt_bias",
-        "64 is K: this looks like one bias for all heads; repeat it, e.g. {np}.tile(dt_bias, {four})",
+        "64 is K: this looks like one bias for all heads; repeat it, "
+        "e.g. {np}.tile(dt_bias, {four})",
     ),
     (
         PACKED_DECODE,
@@ -351,7 +352,8 @@ OF_TENSORS = [
     (
         "f_a_proj.weight",
         (8, 12),
-        "axis 1 is 1/2 of it: a tensor-parallel slice cut on the wrong axis? this tensor is not cut",
+        "axis 1 is 1/2 of it: a tensor-parallel slice cut on the wrong axis? "
+        "this tensor is not cut",
     ),
 ]
 OF_NAMES = {

@@ -1,4 +1,4 @@
-"""The contracts of several tokens: each message once, its remedy, and the checks of values on the host."""
+"""The contracts of several tokens: each message once, its remedy, and checks of values."""
 
 import jax
 import jax.numpy as jnp
