@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kda_contracts import ContractError, layer_numbers
+from kda_contracts import KDA_CONFIG, check, layer_numbers, split_heads
 
 Leaf = Any  # an array, or what stands for it in a tree of the same form: a shape, a PartitionSpec
 
 
 @dataclass(frozen=True)
 class KDAConfig:
-    """The static numbers of a KDA layer, by the letters of the legend.
+    """The static numbers of a KDA layer, by the letters of the legend, judged when it is made.
 
-    `lower_bound`: None for the softplus gate, else that of the safe gate. `gate_rank`: V for an output gate of low
-    rank, None for a full one.
+    `lower_bound`: None for the softplus gate, else that of the safe gate. `gate_rank`: V for an
+    output gate of low rank, None for a full one. A wrong number is a ContractError.
     """
 
     D: int
@@ -30,6 +30,9 @@ class KDAConfig:
     norm_eps: float = 1e-5
     gate_rank: int | None = None
 
+    def __post_init__(self):
+        check(KDA_CONFIG, **vars(self))
+
     @property
     def channels(self):
         """Channels of the short convolution: q of all H heads, k of all H, v of all HV."""
@@ -39,10 +42,12 @@ class KDAConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KDAParams:
-    """The weights of one layer, as `x @ w` takes them; any float dtype, `A_log` and `dt_bias` best in float32.
+    """The weights of one layer, as `x @ w` takes them, of any float dtype.
 
-    `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias`, which FLA's own layer has and
-    the released models have not, may be None.
+    `A_log` and `dt_bias` are best in float32.
+
+    `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias` may be None:
+    FLA's own layer has it, and the released models do not.
     """
 
     q_proj: Leaf  # [D, H*K]
@@ -51,7 +56,8 @@ class KDAParams:
     q_conv: Leaf  # [H*K, W]
     k_conv: Leaf  # [H*K, W]
     v_conv: Leaf  # [HV*V, W]
-    f_down: Leaf  # [D, R], where R is V in FLA's layer and K in the released ones, which have K = V
+    # R is V in FLA's layer, and K in the released ones, which have K = V.
+    f_down: Leaf  # [D, R]
     f_up: Leaf  # [R, HV*K]
     b_proj: Leaf  # [D, HV]
     A_log: Leaf  # [HV]
@@ -88,17 +94,18 @@ def config_from_hf(config) -> KDAConfig:
     """The config of a model's KDA layers.
 
     Args:
-      config: what `config.json` holds, a dict: Kimi-Linear, Kimi-K3 or GLM-5.3 (with `linear_attn_config`, also inside
-        `text_config`), or FLA's (`model_type` "kda").
+      config: what `config.json` holds, a dict: Kimi-Linear, Kimi-K3 or GLM-5.3 (with
+        `linear_attn_config`, also inside `text_config`), or FLA's (`model_type` "kda").
 
     Returns:
       `KDAConfig`.
 
     Raises:
-      BadFileError: it is no KDA model's config, or a number is missing.
+      BadFileError: it is no KDA model's config, or a number is missing or wrong.
 
     >>> linear = dict(num_heads=32, head_dim=128, short_conv_kernel_size=4, kda_layers=[1, 2, 3])
-    >>> config_from_hf(dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)).channels
+    >>> model = dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)
+    >>> config_from_hf(model).channels
     12288
     """
     return KDAConfig(**layer_numbers(config))
@@ -113,23 +120,21 @@ def init_cache(
       config: the layer's.
       num_slots: S.
       ranks: of tensor parallelism; the cache is one rank's, with its part of the heads.
-      state_dtype: of the recurrent states. conv_dtype: of the convolution's inputs, best the activations' own.
+      state_dtype: of the recurrent states.
+      conv_dtype: of the convolution's inputs, best the activations' own.
 
     Returns:
       `KDACache`: `conv` `[S, 2*H*K+HV*V, W-1]`, `state` `[S, HV, V, K]`.
 
     Raises:
-      ContractError: the heads cannot be split over so many ranks.
+      ContractError: the heads cannot be split over `ranks` ranks.
 
     >>> cache = init_cache(KDAConfig(D=16, H=1, HV=2, K=8, V=4), 3)
     >>> cache.conv.shape, cache.state.shape
     ((3, 24, 3), (3, 2, 4, 8))
     """
-    if ranks < 1 or config.H % ranks or config.HV % ranks:
-        raise ContractError(
-            f"kda_jax.init_cache: H={config.H} and HV={config.HV} heads cannot be split over {ranks} ranks"
-        )
-    c = dataclasses.replace(config, H=config.H // ranks, HV=config.HV // ranks)
+    H, HV = split_heads(config.H, config.HV, ranks)
+    c = dataclasses.replace(config, H=H, HV=HV)
     return KDACache(
         conv=jnp.zeros((num_slots, c.channels, c.W - 1), conv_dtype),
         state=jnp.zeros((num_slots, c.HV, c.V, c.K), state_dtype),
@@ -137,10 +142,11 @@ def init_cache(
 
 
 def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
-    """Random weights of a layer: normal with the variance of 1 over the inputs; decay rates of 1 to 16.
+    """Random weights of a layer: normal, of variance 1 over the inputs; decay rates of 1 to 16.
 
     Args:
-      config: the layer's. key: a JAX random key. dtype: of the weights; A_log and dt_bias stay float32.
+      config: the layer's. key: a JAX random key.
+      dtype: of the weights; A_log and dt_bias stay float32.
 
     Returns:
       `KDAParams`.

@@ -1,6 +1,7 @@
 """The header of a safetensors file: every tensor's shape and dtype, without reading one weight.
 
-The format: 8 bytes of length (little endian), that many bytes of JSON, then the data that the JSON's offsets cut up.
+The format: 8 bytes of length (little endian), that many bytes of JSON, then the data, to which the
+JSON has offsets.
 """
 
 import json
@@ -26,7 +27,7 @@ NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64
 
 
 class BadFileError(Exception):
-    """A file that cannot be judged: what is wrong with it, in one line that begins with its path."""
+    """A file that cannot be judged: what is wrong, in one line that begins with its path."""
 
     def __init__(self, path, fault):
         super().__init__(printable(f"{path}: {fault}"))
@@ -38,7 +39,7 @@ def printable(text):
 
 
 def read_header(path):
-    """{tensor name: ArrayFacts} of a safetensors file. Raises BadFileError, whatever the file holds."""
+    """{tensor name: ArrayFacts} of a safetensors file. Raises BadFileError, and nothing else."""
     with _open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
@@ -69,7 +70,7 @@ def read_json(path, limit=MAX_HEADER_BYTES):
 
 
 def parse_json(path, text):
-    """The JSON object in `text`, bytes. Raises BadFileError on anything else, duplicate keys included."""
+    """The JSON object in `text`, bytes. Raises BadFileError on anything else, or a key twice."""
 
     def without_duplicates(pairs):
         result = dict(pairs)
@@ -95,7 +96,7 @@ def parse_json(path, text):
     except ValueError as error:  # a number of more digits than Python converts
         raise BadFileError(path, f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadFileError(path, f"the JSON is no object but {type(value).__name__}")
+        raise BadFileError(path, f"the JSON must be an object (got {type(value).__name__})")
     return value
 
 
@@ -143,7 +144,8 @@ def _judge(path, header, data_bytes):
         if begin != reached:
             raise BadFileError(
                 path,
-                f"{shown} {'overlaps' if begin < reached else 'leaves a gap behind'} the tensor before it",
+                f"{shown} {'overlaps' if begin < reached else 'leaves a gap behind'} "
+                "the tensor before it",
             )
         reached = end
     if reached != data_bytes:

@@ -1,4 +1,4 @@
-"""Checkpoints judged by their headers: released layouts pass, wrong ones say what is wrong, bad files do no harm."""
+"""Checkpoints judged by their headers: released layouts pass, wrong ones say what is wrong."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def write_single(folder, entries, config):
 
 
 def test_two_kimi_linear_layers_over_three_files(tmp_path, capsys):
-    # Layers count from 1 in the config and from 0 in the names; layer 3 (2 by name) is full attention.
+    # Layers count from 1 in the config and from 0 in the names; layer 3 (2 by name) is not KDA.
     entries = {}
     for index in (0, 1):
         entries |= layer_of(LOW_RANK, KIMI, f"model.layers.{index}.self_attn", A_log=(1, 1, 32, 1))
@@ -132,30 +132,35 @@ WRONG = {
     "bias per head": (
         kimi(dt_bias=(32,)),
         f"{PREFIX}.dt_bias` must have 4096 elements (got 32).",
-        "expected [HV*K] = (4096,), got (32,) float32; 32 is HV: this looks like one bias per head; "
+        "expected [HV*K] = (4096,), got (32,) float32; "
+        "32 is HV: this looks like one bias per head; "
         "repeat each K=128 times, e.g. jnp.repeat(dt_bias, 128)",
     ),
     "one rank's bias": (
         kimi(dt_bias=(1024,)),
         f"{PREFIX}.dt_bias` must have 4096 elements (got 1024).",
-        "expected [HV*K] = (4096,), got (1024,) float32; axis 0 is 1/4 of it: one rank's slice of 4? "
+        "expected [HV*K] = (4096,), got (1024,) float32; "
+        "axis 0 is 1/4 of it: one rank's slice of 4? "
         "join the ranks' files",
     ),
     "A_log per channel": (
         kimi(A_log=(4096,)),
         f"{PREFIX}.A_log` must have 32 elements (got 4096).",
-        "expected [HV] = (32,), got (4096,) float32; 4096 is HV*K: this looks like one rate per channel; "
+        "expected [HV] = (32,), got (4096,) float32; "
+        "4096 is HV*K: this looks like one rate per channel; "
         "A_log has one per value head",
     ),
     "A_log of fewer heads": (
         kimi(A_log=(16,)),
         f"{PREFIX}.A_log` must have 32 elements (got 16).",
-        "expected [HV] = (32,), got (16,) float32; axis 0 is 1/2 of it: one rank's slice of 2? join the ranks' files",
+        "expected [HV] = (32,), got (16,) float32; "
+        "axis 0 is 1/2 of it: one rank's slice of 2? join the ranks' files",
     ),
     "cut on the wrong axis": (
         kimi(o_proj__weight=(576, 4096)),
         f"{PREFIX}.o_proj.weight` must be (2304, 4096).",
-        "expected [D, HV*V] = (2304, 4096), got (576, 4096) bfloat16; axis 0 is 1/4 of it: a tensor-parallel slice "
+        "expected [D, HV*V] = (2304, 4096), got (576, 4096) bfloat16; "
+        "axis 0 is 1/4 of it: a tensor-parallel slice "
         "cut on the wrong axis? this tensor is cut on axis 1",
     ),
     "transposed": (
@@ -186,7 +191,8 @@ WRONG = {
     ),
     "unknown layout": (
         kimi(g_a_proj__weight=None),
-        "layer 0 has an unknown layout: none of g_a_proj.weight, g_proj.weight, f_proj.0.weight is there.",
+        "layer 0 has an unknown layout: "
+        "none of g_a_proj.weight, g_proj.weight, f_proj.0.weight is there.",
         "it holds A_log, b_proj.weight, dt_bias, f_a_proj.weight, f_b_proj.weight, g_b_proj.weight",
     ),
     "full attention where KDA is declared": (
@@ -251,6 +257,16 @@ def test_a_gate_that_is_none(tmp_path, capsys, bound):
     )
     assert main(["check", str(tmp_path), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["lower_bound"] is None
+
+
+@pytest.mark.parametrize("eps", [None, "1e-5", 0, True, 10**400], ids=lambda x: type(x).__name__)
+def test_an_epsilon_that_is_none_is_a_fault(tmp_path, capsys, eps):
+    entries, config = kimi()
+    write_single(tmp_path, entries, config | dict(rms_norm_eps=eps))
+    assert main(["check", str(tmp_path)]) == 1
+    line = "rms_norm_eps in config.json must be a finite number above 0 (got"
+    assert line in capsys.readouterr().out
+    assert line in str(check_checkpoint(tmp_path))
 
 
 def test_layers_are_numbered_as_they_are_found(tmp_path):
@@ -389,7 +405,10 @@ BAD = {
     ),
     "not JSON": (lambda p: replaced(p, SMALL, raw=b"{nonsense"), "not JSON: "),
     "not UTF-8": (lambda p: replaced(p, SMALL, raw=b'{"\xff": 1}'), "not UTF-8 at byte 2"),
-    "no object": (lambda p: replaced(p, SMALL, raw=b"[1, 2]"), "the JSON is no object but list"),
+    "no object": (
+        lambda p: replaced(p, SMALL, raw=b"[1, 2]"),
+        "the JSON must be an object (got list)",
+    ),
     "duplicate keys": (
         lambda p: replaced(p, SMALL, raw=b'{"x": 1, "x": 2}'),
         "'x' stands twice in one JSON object",
@@ -446,6 +465,19 @@ def test_a_bad_file_is_one_clear_error(tmp_path, capsys, case):
     assert message in captured.err
 
 
+def test_a_header_of_one_byte_more_than_the_format_allows_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((100_000_001).to_bytes(8, "little") + b"{}")
+    with pytest.raises(BadFileError) as caught:
+        find_tensors(path)
+    assert str(caught.value) == (
+        f"{path}: its header claims 100000001 bytes, more than the format's 100000000"
+    )
+    path.write_bytes((100_000_000).to_bytes(8, "little") + b"{}")
+    with pytest.raises(BadFileError, match="truncated: its header claims 100000000 bytes"):
+        find_tensors(path)
+
+
 def sharded(folder):
     return write_sharded(folder, *kimi())
 
@@ -455,6 +487,13 @@ def rewrite_index(folder, change):
     index = json.loads(path.read_text())
     change(index)
     path.write_text(json.dumps(index))
+
+
+def a_folder_below(folder):
+    """The index names a whole and right file, which lies in a folder of the folder."""
+    (sharded(folder) / "sub").mkdir()
+    write_safetensors(folder / "sub" / "model.safetensors", {"x": ("F32", (2,))})
+    rewrite_index(folder, lambda x: x["weight_map"].update(x="sub/model.safetensors"))
 
 
 def outside_by_link(folder):
@@ -502,6 +541,10 @@ BAD_FOLDERS = {
             sharded(f), lambda x: x["weight_map"].update(x="../secret.safetensors")
         ),
         "secret.safetensors",
+    ),
+    "an index that points into a folder below": (
+        a_folder_below,
+        "sub/model.safetensors: points outside the folder",
     ),
     "an absolute index": (
         lambda f: rewrite_index(sharded(f), lambda x: x["weight_map"].update(x="/etc/hostname")),

@@ -1,4 +1,4 @@
-"""The 24 rules of PACKED_DECODE, each with its message; what check() reads; and that it needs no array library."""
+"""The 24 rules of PACKED_DECODE, each with its message, and what check() reads and needs."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def every_second(*shape):
 
 
 def on_device(device, shape):
-    """What the contract sees of a torch tensor: element strides from a method, a device, a dtype without a name."""
+    """What the contract sees of a torch tensor: strides count elements, a dtype has no name."""
     strides = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
     tensor = type("Tensor", (), {"__module__": "torch", "stride": lambda self: strides})()
     tensor.__dict__.update(shape=shape, dtype=SimpleNamespace(__str__=None), device=device)
@@ -51,7 +51,8 @@ def torch_like(**devices):
     return tensors
 
 
-# rule -> (what is passed instead, part of the message); through packed_decode unless it needs strides or an `out`.
+# rule -> (what is passed instead, part of the message); through packed_decode unless it needs
+# strides or an `out`.
 THROUGH_THE_OP = {
     1: ({"mixed_qkv": zeros(3, 1, 384)}, "`mixed_qkv` must be a 2D tensor (got ndim=3)."),
     3: ({"a": zeros(3, 4, 64)}, "`a` and `b` must be 2D tensors (got a.ndim=3, b.ndim=2)."),
@@ -101,7 +102,8 @@ THROUGH_CHECK = {
     8: ({"out": zeros(4, 1, 3, 32).transpose(2, 1, 0, 3)}, "`out` must be contiguous."),
     9: (
         torch_like(b="cuda:1"),
-        "All inputs must be on the same device.\n      `b`: on cuda:1, but `mixed_qkv` is on cuda:0",
+        "All inputs must be on the same device.\n"
+        "      `b`: on cuda:1, but `mixed_qkv` is on cuda:0",
     ),
     13: (
         {"initial_state": every_second(6, 4, 32, 64)},
@@ -159,8 +161,10 @@ def test_the_error_that_brings_people_here():
         "kda_jax.packed_decode: 1 argument breaks the contract\n"
         "  `dt_bias` must have 4096 elements (got 32).\n"
         "      expected [HV*K] = (4096,), got (32,) float32\n"
-        "      32 is HV: this looks like one bias per head; repeat each K=128 times, e.g. jnp.repeat(dt_bias, 128)\n"
-        "  with HV=32, V=128, K=128 from `initial_state` (64, 32, 128, 128), H=32 from `mixed_qkv` (8, 12288)"
+        "      32 is HV: this looks like one bias per head; repeat each K=128 times, "
+        "e.g. np.repeat(dt_bias, 128)\n"
+        "  with HV=32, V=128, K=128 from `initial_state` (64, 32, 128, 128), "
+        "H=32 from `mixed_qkv` (8, 12288)"
     )
 
 
@@ -175,7 +179,7 @@ def test_three_wrong_arguments_are_all_reported_in_the_rules_order():
     ]
     text = str(caught.value)
     assert "3 arguments break the contract" in text
-    assert "jnp.tile(dt_bias, 4)" in text
+    assert "np.tile(dt_bias, 4)" in text
     assert "a.reshape(3, 256)" in text
 
 
@@ -195,8 +199,8 @@ def test_a_wrong_pool_is_the_one_violation(pool):
         kda_jax.packed_decode(**BASE | {"initial_state": wrong})
     assert [v.argument for v in caught.value.violations] == ["initial_state"]
     assert (
-        "`initial_state` must be [S, HV, V, K] with HV=4, K=64 as `a`, `b`, `A_log` and `dt_bias` have it "
-        f"(got {wrong.shape})" in str(caught.value)
+        "`initial_state` must be [S, HV, V, K] with HV=4, K=64 as `a`, `b`, `A_log` and `dt_bias` "
+        f"have it (got {wrong.shape})" in str(caught.value)
     )
     assert remedy in str(caught.value)
 
@@ -392,7 +396,8 @@ loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - {"kda_
 assert loaded <= sys.stdlib_module_names, loaded
 class Array:
     def __init__(self, *shape, dtype="float32"): self.shape, self.dtype = shape, dtype
-x = dict(mixed_qkv=Array(3, 384), a=Array(3, 256), b=Array(3, 4), A_log=Array(4), dt_bias=Array(256),
+x = dict(mixed_qkv=Array(3, 384), a=Array(3, 256), b=Array(3, 4))
+x |= dict(A_log=Array(4), dt_bias=Array(256),
          initial_state=Array(6, 4, 32, 64), ssm_state_indices=Array(3, dtype="int32"))
 assert kda_contracts.check(kda_contracts.PACKED_DECODE, **x).H == 2
 try: kda_contracts.check(kda_contracts.PACKED_DECODE, **x | {"dt_bias": Array(4)})

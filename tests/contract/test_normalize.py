@@ -44,6 +44,14 @@ def test_a_tail_that_is_not_zero_is_refused(array, tail):
         normalize_A_log(array(padded), HV)
 
 
+@pytest.mark.parametrize("place", [3, 4, 5])
+def test_a_tail_is_refused_wherever_its_value_is(array, place):
+    padded = np.append(VALUES[:HV], np.zeros(3, np.float32))
+    padded[place] = 5.0
+    with pytest.raises(ContractError, match=rf"its tail is not zero: A_log\[{place}\] is 5.0"):
+        normalize_A_log(array(padded), HV)
+
+
 @pytest.mark.parametrize("shape", [(2,), (3, 5), (4, 1), (0,)])
 def test_other_A_logs_are_refused_with_the_operators_message(array, shape):
     with pytest.raises(ContractError) as caught:

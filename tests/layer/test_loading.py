@@ -500,6 +500,16 @@ def test_values_that_are_right(tmp_path, capsys):
     assert cli.main(["check", str(folder), "--tp", "3"]) == 1
 
 
+def test_no_note_says_that_a_faulty_tail_is_zero(tmp_path):
+    A_log = np.array([1, 2, 3, 4, 0, 9], np.float32)
+    (layer,) = kda_jax.check_values(write(tmp_path, LOW_RANK, SMALL, A_log=A_log)).layers
+    assert [fault.tensor for fault in layer.faults] == ["A_log"]
+    assert "its tail is not zero: A_log[5] is 9.0" in layer.faults[0].message
+    assert layer.notes == (
+        "A_log is (6,): normalize_A_log gives (4,), its tail of 2 is judged when it is loaded",
+    )
+
+
 def test_a_fault_of_the_header_is_told_once_and_its_tensor_not_read(tmp_path):
     new = dict(dt_bias=np.full(4, np.nan, np.float32), A_log=np.full(4, np.nan, np.float32))
     report = kda_jax.check_values(write(tmp_path, LOW_RANK, SMALL, **new))
