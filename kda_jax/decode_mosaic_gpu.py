@@ -170,7 +170,7 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
 def _launch(operands: Operands, *, static: Static, config: Config | None = None):
     """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref.
 
-    One function: operands are prepared and results taken apart around one kernel.
+    Over 60 lines, since operands are prepared and results taken apart around one kernel.
     """
     sizes, pool = static.sizes, operands.pool
     arrays: dict[str, Any] = {

@@ -17,9 +17,12 @@ IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto
 DECODE = ("packed_decode", "fused_sigmoid_gating_kda_update", "recurrent_kda", "kda_decode")
 PREFILL = ("chunk_kda", "kda_prefill")
 CONTRACTS = {
-    contract.name.removeprefix("kda_jax."): contract
-    for contract in vars(kda_contracts).values()
-    if isinstance(contract, kda_contracts.Contract)
+    name.removeprefix("kda_jax."): contract
+    for name, contract in sorted(
+        (contract.name, contract)
+        for contract in vars(kda_contracts).values()
+        if isinstance(contract, kda_contracts.Contract) and contract.operands
+    )
 }
 
 

@@ -162,7 +162,8 @@ def kda_prefill(
 def _judge(contract, params, config, operands):
     """The sizes of a step, or a ContractError; the output gate's two weights are judged together."""
     local = letters(config, params)
-    sizes = check(contract, local, **operands)
+    statics = dict(lower_bound=config.lower_bound, norm_eps=config.norm_eps)
+    sizes = check(contract, local, **operands, **statics)
     rows, letter = (config.D, "D") if params.g_down is None else (config.V, "V")
     if params.g_up.shape[0] != rows:
         beside = "without" if params.g_down is None else "beside"

@@ -18,7 +18,7 @@ by block.
 Barriers are written out where one warp overwrites shared memory that another reads; commit_smem is
 one.
 
-One file: two kernels of one algorithm, and the plan that both follow.
+Over 350 lines, since the two kernels are one algorithm and follow one plan.
 """
 
 from typing import Any
@@ -188,7 +188,7 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths):
 def _make_body(refs, *, sizes, maths):
     """One block of the first kernel: one chunk of one head.
 
-    One function: its parts share the chunk's shared memory and masks.
+    Over 60 lines, since its parts share the chunk's shared memory and masks.
     """
     K, V, HV = sizes.K, sizes.V, sizes.HV
     f32 = jnp.float32

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kda_contracts import LAYER_DECODE, Contract, ContractError, split_heads
 from kda_jax.layer import kda_decode, kda_prefill
-from kda_jax.pools import as_int32
+from kda_jax.pools import as_int32, inside
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
@@ -168,7 +168,7 @@ def local_slots(indices, shard, slots_per_shard):
     [0, -1, -1, 3]
     """
     own = as_int32(indices) - shard * slots_per_shard
-    return jnp.where((own >= 0) & (own < slots_per_shard), own, -1)
+    return jnp.where(inside(own, slots_per_shard), own, -1)
 
 
 def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads, rows=None):

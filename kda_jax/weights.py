@@ -84,9 +84,10 @@ class KDACache:
 def letters(config: KDAConfig, params: KDAParams) -> dict:
     """The sizes of the heads that are here, by letter: all of them, or a shard's."""
     sizes = {letter: getattr(config, letter) for letter in ("D", "H", "HV", "K", "V", "W")}
-    if params.A_log.ndim == 1:  # another A_log is its own fault
-        sizes["HV"] = params.A_log.shape[0]
-        sizes["H"] = max(1, config.H * sizes["HV"] // config.HV)
+    shape = params.A_log.shape
+    # Where it is not a shard's, A_log itself is at fault.
+    if len(shape) == 1 and shape[0] and config.HV % shape[0] == 0:
+        sizes |= {"HV": shape[0], "H": max(1, config.H * shape[0] // config.HV)}
     return sizes
 
 

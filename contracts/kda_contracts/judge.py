@@ -128,7 +128,10 @@ def _absent(contract, name, x):
 
 
 def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: dict, bound: Bound):
-    """(headline, details) where the argument breaks the rule, else None."""
+    """(headline, details) where the argument breaks the rule, else None.
+
+    Over 60 lines, since each kind of rule has words of its own.
+    """
     entry, sizes = contract.by_name[argument], bound.sizes
     words = {letter: sizes.get(letter, "?") for letter in AXES} | {"argument": argument}
     if rule.kind == "needed":

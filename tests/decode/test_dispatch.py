@@ -313,7 +313,7 @@ def test_an_operator_without_such_a_kernel_says_so():
         r"kda_jax.chunk_kda has no such kernel; use implementation='xla' or 'auto'",
     ):
         kda_jax.explain(kda_jax.chunk_kda, **prefill_operands(), implementation="triton")
-    with pytest.raises(TypeError, match=r"`op` must be one of chunk_kda, .*got <function"):
+    with pytest.raises(TypeError, match=r"`op` must be one of chunk_kda, commit, .*got <function"):
         kda_jax.explain(kda_jax.validate_slots, [1])
 
 
