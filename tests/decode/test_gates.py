@@ -72,5 +72,5 @@ def test_sigmoid_keeps_its_ends():
     )
 
 
-def test_epsilon_is_on_the_sum():
+def test_the_norms_epsilon_is_on_the_sum():
     assert float(gates.inverse_norm(jnp.float32(0.0))) == pytest.approx(1000.0, rel=1e-6)

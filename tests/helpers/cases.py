@@ -1,4 +1,7 @@
-"""The shape table of the suite, and calls made from it: distinct sizes, live pools, poison where nothing is read."""
+"""The shape table of the suite, and calls made from it.
+
+Distinct sizes, live pools, poison where nothing may be read.
+"""
 
 from dataclasses import dataclass
 
@@ -66,7 +69,10 @@ class Call:
 
 
 def make_call(sizes, *, seed=0, padded=True, **dtypes):
-    """A call with padded rows (-1, S, the largest int32, as rows allow), their inputs and all other slots poisoned."""
+    """A call with padded rows (-1, S, the largest int32, as rows allow).
+
+    The inputs of padded rows, and all slots that no row names, hold poison.
+    """
     operands = random_operands(sizes, seed=seed, **dtypes)
     slots = operands["ssm_state_indices"]
     if padded and sizes.B >= 2:

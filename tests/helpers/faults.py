@@ -1,4 +1,4 @@
-"""The base call of the collection of real faults, and inputs that make one inner quantity visible."""
+"""The base call of the real faults, and inputs that make one inner quantity visible."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def base(slots=(4, -1, 0), *, dtype="bfloat16", seed=0, **sizes):
-    """The operands of the collection's base case: a pool of 0.1 * N(0, 1), never zeros."""
+    """The operands of the base call: a pool of 0.1 * N(0, 1), never zeros."""
     sizes = Sizes(**vars(BASE) | {"B": len(slots)} | sizes)
     x = random_operands(sizes, seed=seed, dtype=dtype)
     x["initial_state"] *= np.float32(0.1)
@@ -31,7 +31,7 @@ def untouched(before, after, slots):
 
 
 def one_row(k=(0, 2), v=(1, -1), q=(3, 4), pool=((1, 2), (3, 4)), *, slots=3, slot=2, K=32, V=16):
-    """A case worked out by hand for K = V = 2, H = HV = 1, in the corner of a larger head of zeros."""
+    """A call worked out by hand, K = V = 2 and H = HV = 1, in the corner of a larger head."""
 
     def corner(values, length):
         return np.pad(np.array(values, np.float32), (0, length - len(values)))
@@ -50,7 +50,7 @@ def one_row(k=(0, 2), v=(1, -1), q=(3, 4), pool=((1, 2), (3, 4)), *, slots=3, sl
 
 
 def gate_rows(a, dt_bias, A_log, implementation, lower_bound=None, **more):
-    """exp(log_decay), [HV, K], made visible: with q = k = v = 0 a pool of ones becomes the decay."""
+    """exp(log_decay), [HV, K]: with q = k = v = 0 a pool of ones becomes the decay."""
     HV, K = np.shape(a)
     x = {
         "mixed_qkv": np.zeros((1, HV * (2 * K + 16)), np.float32),

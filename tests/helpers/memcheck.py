@@ -1,6 +1,6 @@
-"""Padded and out-of-range rows around the 4 GiB edge of a pool, for a memory checker; on a machine with a GPU:
+"""Padded and out-of-range rows around the 4 GiB edge of a pool, for a memory checker on a GPU.
 
-compute-sanitizer --tool memcheck python tests/memcheck.py
+compute-sanitizer --tool memcheck python tests/helpers/memcheck.py
 """
 
 import jax
@@ -21,7 +21,8 @@ x = {
 slots = [EDGE - 1, EDGE, EDGE + 2, EDGE + 3, -1, 2**31 - 1, -(2**31), 0]
 x["ssm_state_indices"] = jnp.array(slots, jnp.int32)
 del x["initial_state"]
-# Sequences of 0 to 9 tokens, drafts for slots inside and outside the pool, boundaries past the tokens.
+# Sequences of 0 to 9 tokens, drafts for slots inside and outside the pool, a boundary behind the
+# tokens.
 TOKENS = 20
 BOUNDS = jnp.array([0, 9, 9, 10, 16, 16, 17, 18, 30], jnp.int32)
 DRAFTS = (

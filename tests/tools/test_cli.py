@@ -88,7 +88,7 @@ def test_explain_prints_the_implementations(capsys):
         (["explain", "--H", "3"], "Invalid head config"),
     ],
 )
-def test_wrong_arguments(capsys, arguments, message):
+def test_wrong_arguments_of_a_command(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2

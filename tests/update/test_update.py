@@ -1,4 +1,4 @@
-"""Several tokens a sequence, dense and varlen, in every implementation: against the oracle and against each other."""
+"""Several tokens a sequence, dense and varlen: against the oracle and the others."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ BOTH = [
 
 
 def assert_same(implementation, got, wanted):
-    """Bit for bit in a kernel on a GPU; in XLA, and where XLA interprets the kernel, within 1e-6."""
+    """Bit for bit in a kernel on a GPU. In XLA, or in an interpreted kernel, within 1e-6."""
     if ON_GPU and implementation != "xla":
         assert_same_bits(got, wanted)
     else:
@@ -31,7 +31,7 @@ def assert_same(implementation, got, wanted):
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("implementation", "form"), BOTH)
-def test_meets_the_oracle(implementation, form, gate):
+def test_several_tokens_meet_the_oracle(implementation, form, gate):
     call = make_update(FORMS[form])
     out, state = run(call, implementation, lower_bound=GATES[gate])
     assert_meets_oracle(call, out, state, STATE_LIMIT, lower_bound=GATES[gate])
@@ -110,7 +110,7 @@ def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
     ("K", "V"), [(32, 64), (64, 48), (96, 48), (128, 16), (128, 96), (192, 64), (256, 32)]
 )
 def test_however_a_kernel_spreads_a_row_its_sums_are_the_same(K, V, pool_dtype):
-    """Each pair is another layout of the Mosaic kernel's: folded or not, one repeat or more, one pass or more."""
+    """Each pair is another layout of the Mosaic kernel: folded or not, repeats, passes."""
     call = make_update(
         Sizes(B=2, T=6, N=2, H=1, HV=2, K=K, V=V, S=3), dtype="float32", pool_dtype=pool_dtype
     )
@@ -213,7 +213,7 @@ def test_states_after_every_token(implementation, form):
 
 
 def draft_call(seed, slots, pool):
-    """Four sequences of three drafted tokens in a pool of sixteen slots: 0 to 3 their own, 4 to 15 the draft's."""
+    """Four sequences of three drafted tokens. Slots 0 to 3 are their own, 4 to 15 the draft's."""
     sizes = Sizes(B=4, T=3, N=4, H=1, HV=2, K=64, V=32, S=16)
     call = make_update(sizes, seed=seed, padded=False)
     call.operands.update(initial_state_source=pool, initial_state_indices=slots)
@@ -222,7 +222,7 @@ def draft_call(seed, slots, pool):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_rejected_draft_costs_nothing(implementation):
-    """Two drafts verified in the pool's own slots: the second starts where the first was accepted to."""
+    """Two drafts verified in the pool's own slots: the second starts from the accepted token."""
     pool = np.random.default_rng(1).standard_normal((16, 2, 32, 64), dtype=np.float32)
     own, draft = np.array([0, 1, 2, -1], np.int32), np.arange(4, 16, dtype=np.int32).reshape(4, 3)
     draft[1, 2] = 99  # outside: the state after that token is not kept
@@ -258,7 +258,7 @@ def test_a_rejected_draft_costs_nothing(implementation):
 
 @pytest.mark.parametrize("form", ["dense", "varlen"])
 def test_no_sequence_starts_from_anothers_slot(form):
-    """More accepted tokens than the sequence has in this call: its own slot, never a neighbour's."""
+    """More accepted tokens than the sequence has: its own slot, never a neighbour's."""
     call = make_update(FORMS[form], padded=False)
     lengths = np.diff(call.operands.get("cu_seqlens", np.arange(call.sizes.N + 1) * call.sizes.T))
     pool = np.random.default_rng(1).standard_normal(
