@@ -254,4 +254,4 @@ def test_more_rows_than_slots_and_one_slot(implementation):
 
 def test_every_shape_of_the_table_is_distinct():
     for name, sizes in SHAPES.items():
-        assert sizes.K != sizes.V or name == "k1_v1", name
+        assert sizes.K != sizes.V or name in ("k1_v1", "k32_v32"), name

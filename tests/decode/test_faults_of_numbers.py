@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faults import base, each_implementation, gate_rows, one_row
+from faults import (
+    assert_epsilon_is_on_the_sum,
+    base,
+    each_implementation,
+    gate_rows,
+    one_row,
+)
 from support import (
     IMPLEMENTATIONS,
     ON_GPU,
@@ -227,11 +233,7 @@ def test_all_implementations_have_one_beta():
 
 @each_implementation
 def test_epsilon_is_on_the_sum(implementation):
-    # k of norm 1e-3, so that k/sqrt(1e-6 + 1e-6) is 1/sqrt(2) in norm. The mean form gives 0.087.
-    x = one_row(k=(1e-3, 0), v=(1, 1), q=(1, 0), pool=((0, 0), (0, 0)))
-    x["b"][:] = 50
-    _, state = decode(x, implementation, use_qk_l2norm_in_kernel=True)
-    assert np.asarray(state)[2, 0, 0, 0] == pytest.approx(0.70710678, rel=1e-6)
+    assert_epsilon_is_on_the_sum(implementation)
     tokens = [base((0,), H=1, HV=1, K=128, V=16, S=1, seed=t, dtype="float32") for t in range(64)]
     pool = np.zeros((1, 1, 16, 128), np.float32)
     for token in tokens:

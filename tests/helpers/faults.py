@@ -49,6 +49,14 @@ def one_row(k=(0, 2), v=(1, -1), q=(3, 4), pool=((1, 2), (3, 4)), *, slots=3, sl
     }
 
 
+def assert_epsilon_is_on_the_sum(implementation):
+    # k of norm 1e-3, so that k/sqrt(1e-6 + 1e-6) is 1/sqrt(2) in norm. The mean form gives 0.087.
+    x = one_row(k=(1e-3, 0), v=(1, 1), q=(1, 0), pool=((0, 0), (0, 0)))
+    x["b"][:] = 50
+    _, state = decode(x, implementation, use_qk_l2norm_in_kernel=True)
+    assert np.asarray(state)[2, 0, 0, 0] == pytest.approx(0.70710678, rel=1e-6)
+
+
 def gate_rows(a, dt_bias, A_log, implementation, lower_bound=None, **more):
     """exp(log_decay), [HV, K]: with q = k = v = 0 a pool of ones becomes the decay."""
     HV, K = np.shape(a)

@@ -6,7 +6,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import rounding
+from cases import GATES, make_call, rounding
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import kda_jax
@@ -90,6 +90,15 @@ def assert_meets_oracle(call, out, state, **options):
     assert_rounded(state[call.slots], expected_state[call.slots], STATE_LIMIT)
     assert_same_bits(out[~call.live], np.zeros_like(out[~call.live]))
     assert_same_bits(state[call.other_slots], call.operands["initial_state"][call.other_slots])
+
+
+def assert_decodes(implementation, sizes, gate, **dtypes):
+    """packed_decode meets the oracle on one call of these sizes, with a gate of cases.GATES."""
+    call = make_call(sizes, **dtypes)
+    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate])
+    out, state = decode(call.operands, implementation, **options)
+    assert out.dtype == call.operands["mixed_qkv"].dtype
+    assert_meets_oracle(call, out, state, **options)
 
 
 def on_device(operands):

@@ -82,7 +82,7 @@ def test_a_narrow_pool_is_rounded_after_every_token(implementation, pool_dtype, 
             pool = step([x[:, t : t + 1] for x in tokens], pool)
     # An unrounded carry changes a quarter of the numbers. Fusions, XLA's for a GPU and those of an
     # interpreted kernel, may move a sum's last bit: 6 of 32,768 were seen.
-    exact = ON_GPU == (implementation != "xla")
+    exact = (implementation != "xla") == ON_GPU
     assert int((at_once != pool).sum()) <= (0 if exact else pool.size // 1000)
 
 
