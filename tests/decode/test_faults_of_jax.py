@@ -5,17 +5,26 @@ Each runs on every implementation that it can reach. Those that need a GPU, or a
 gigabytes, carry the marker `gpu`.
 """
 
+import contextlib
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import chex
+import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SHAPES, make_call
-from faults import base, each_implementation, untouched
+from faults import (
+    assert_steps_follow_changed_indices,
+    base,
+    each_implementation,
+    untouched,
+)
 from jax.experimental import checkify
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -437,30 +446,35 @@ def test_kernels_refuse_differentiation_and_xla_differentiates():
 
 @pytest.mark.gpu
 @each_implementation
+def test_steps_follow_changed_indices(implementation):
+    assert_steps_follow_changed_indices(implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_captured_steps_follow_changed_indices(implementation):
-    x = on_device(base((4, -1, 0), H=4, HV=4, K=128, V=128, S=6, dtype="float32"))
-    pools = [x["initial_state"] * (i + 1) for i in range(16)]
-    rest = {name: y for name, y in x.items() if name not in ("initial_state", "ssm_state_indices")}
-
-    @jax.jit
-    def step(pools, slots):
-        return [
-            kda_jax.packed_decode(
-                **rest, initial_state=p, ssm_state_indices=slots, implementation=implementation
-            )
-            for p in pools
-        ]
-
-    for slots in ((4, -1, 0), (1, 2, 3), (-1, -1, 5), (0, 7, -3)):
-        slots = jnp.array(slots, jnp.int32)
-        for pool, (out, state) in zip(pools, step(pools, slots), strict=True):
-            expected = oracle.packed_decode(
-                **{n: np.asarray(y) for n, y in rest.items()},
-                initial_state=np.asarray(pool),
-                ssm_state_indices=np.asarray(slots),
-            )
-            assert_near(out, expected[0], 2e-6)
-            assert_near(state, expected[1], 2e-6)
+    """As above, in a process that says whether the steps ran from a captured command buffer."""
+    program = f"""
+import glob, sys, tempfile
+sys.path.insert(0, {str(Path(faults.__file__).parent)!r})
+import faults, jax
+faults.assert_steps_follow_changed_indices({implementation!r})
+with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+        faults.assert_steps_follow_changed_indices({implementation!r})
+    (path,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
+    planes = jax.profiler.ProfileData.from_file(path).planes
+    names = {{event.name for plane in planes for line in plane.lines for event in line.events}}
+print("captured" if any("GraphLaunch" in name for name in names) else sorted(names)[:200])
+"""
+    # By itself XLA replays no command buffer while a profiler looks on.
+    flags = "--xla_enable_command_buffers_during_profiling=true"
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == "captured"
 
 
 def test_optional_packages_are_not_needed():
@@ -555,13 +569,44 @@ def test_checkify_works_around_the_op(implementation):
     assert_meets_oracle(call, *got)
 
 
-def test_a_jaxtyped_function_remembers_no_batch_size():
+def test_no_batch_size_is_remembered_between_calls():
     for B in (4, 6, 4):
         assert check(PACKED_DECODE, **base(tuple(range(B)))).B == B
 
 
+def test_a_jaxtyped_function_may_call_the_op_with_any_batch():
+    jaxtyping, beartype = pytest.importorskip("jaxtyping"), pytest.importorskip("beartype")
+    of_state, of_a, of_b, of_bias, of_out = (
+        jaxtyping.Float[jax.Array, axes]
+        for axes in ("S HV V K", "B HV*K", "B HV", "HV*K", "B 1 HV V")
+    )
+    of_slots = jaxtyping.Int[jax.Array, "B"]
+
+    @jaxtyping.jaxtyped(typechecker=beartype.beartype)
+    def step(
+        initial_state: of_state,
+        a: of_a,
+        b: of_b,
+        dt_bias: of_bias,
+        ssm_state_indices: of_slots,
+        rest: dict,
+    ) -> tuple[of_out, of_state]:
+        operands = dict(a=a, b=b, dt_bias=dt_bias, ssm_state_indices=ssm_state_indices)
+        return kda_jax.packed_decode(initial_state=initial_state, **operands, **rest)
+
+    for B in (4, 6, 4):
+        x = on_device(base(tuple(range(B))))
+        rest = {name: x.pop(name) for name in ("mixed_qkv", "A_log")}
+        for function in (step, jax.jit(step)):
+            out, _ = function(**x, rest=rest)
+            assert out.shape[0] == B
+    with pytest.raises(jaxtyping.TypeCheckError):
+        step(**x | {"b": x["b"][1:]}, rest=rest)
+
+
 @each_implementation
-def test_pmap_steps_each_device_and_names_its_own_shapes(implementation):
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_pmap_steps_each_device_and_names_its_own_shapes(implementation, fake):
     calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32") for seed in range(2)]
     stacked = {
         name: jnp.stack([call.operands[name] for call in calls]) for name in calls[0].operands
@@ -570,12 +615,15 @@ def test_pmap_steps_each_device_and_names_its_own_shapes(implementation):
     def step(x):
         return kda_jax.packed_decode(**x, implementation=implementation)
 
-    with chex.fake_pmap(), running(implementation):
+    if not fake:
+        mesh_of(2, "devices")  # or skips
+    with chex.fake_pmap() if fake else contextlib.nullcontext(), running(implementation):
         out, state = jax.pmap(step)(stacked)
-    for i, call in enumerate(calls):
-        assert_meets_oracle(call, out[i], state[i])
-    with pytest.raises(ContractError, match=r"\(64,\)"), chex.fake_pmap():
-        jax.pmap(step)(stacked | {"dt_bias": jnp.zeros((2, 2))})
+        assert fake or len(out.sharding.device_set) == 2
+        for i, call in enumerate(calls):
+            assert_meets_oracle(call, out[i], state[i])
+        with pytest.raises(ContractError, match=r"expected \[HV\*K\] = \(64,\), got \(2,\)"):
+            jax.pmap(step)(stacked | {"dt_bias": jnp.zeros((2, 2))})
 
 
 def test_the_truly_wrong_argument_is_blamed():

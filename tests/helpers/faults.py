@@ -1,14 +1,14 @@
 """The base call of the real faults, and inputs that make one inner quantity visible."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import (
-    IMPLEMENTATIONS,
-    assert_same_bits,
-    decode,
-)
+from support import IMPLEMENTATIONS, assert_near, assert_same_bits, decode, on_device
 
+import kda_jax
 from kda_contracts import Sizes
+from kda_jax.tools import oracle
 from kda_jax.tools.synthetic import random_operands
 
 BASE = Sizes(B=3, H=2, HV=4, K=64, V=32, S=6)
@@ -55,6 +55,33 @@ def assert_epsilon_is_on_the_sum(implementation):
     x["b"][:] = 50
     _, state = decode(x, implementation, use_qk_l2norm_in_kernel=True)
     assert np.asarray(state)[2, 0, 0, 0] == pytest.approx(0.70710678, rel=1e-6)
+
+
+def assert_steps_follow_changed_indices(implementation):
+    """One compiled step over 16 layers, with other slots in every call."""
+    x = on_device(base((4, -1, 0), H=4, HV=4, K=128, V=128, S=6, dtype="float32"))
+    pools = [x["initial_state"] * (i + 1) for i in range(16)]
+    rest = {name: y for name, y in x.items() if name not in ("initial_state", "ssm_state_indices")}
+
+    @jax.jit
+    def step(pools, slots):
+        return [
+            kda_jax.packed_decode(
+                **rest, initial_state=p, ssm_state_indices=slots, implementation=implementation
+            )
+            for p in pools
+        ]
+
+    for slots in ((4, -1, 0), (1, 2, 3), (-1, -1, 5), (0, 7, -3)):
+        slots = jnp.array(slots, jnp.int32)
+        for pool, (out, state) in zip(pools, step(pools, slots), strict=True):
+            expected = oracle.packed_decode(
+                **{n: np.asarray(y) for n, y in rest.items()},
+                initial_state=np.asarray(pool),
+                ssm_state_indices=np.asarray(slots),
+            )
+            assert_near(out, expected[0], 2e-6)
+            assert_near(state, expected[1], 2e-6)
 
 
 def gate_rows(a, dt_bias, A_log, implementation, lower_bound=None, **more):
