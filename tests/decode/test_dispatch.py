@@ -50,7 +50,7 @@ def test_explain_on_a_cpu():
     )
 
 
-def test_explain_takes_what_packed_decode_takes():
+def test_explain_takes_arrays_and_refuses_as_packed_decode_does():
     call = make_call(SHAPES["k64_v32"])
     assert (
         kda_jax.explain(

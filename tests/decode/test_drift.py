@@ -9,7 +9,8 @@ from support import IMPLEMENTATIONS, ON_GPU
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import drift
 
-# Most that was seen: 1.5e-7 and 4.7e-3 with a short memory; 3.1e-6 (XLA on an H200) and 2.1e-2 with a long one.
+# The most that was seen: 1.5e-7 and 4.7e-3 with a short memory. With a long one: 3.1e-6 (XLA on an
+# H200) and 2.1e-2.
 BUDGET = {("short memory", "float32"): 5e-7, ("short memory", "bfloat16"): 1e-2}
 BUDGET |= {("long memory", "float32"): 5e-6, ("long memory", "bfloat16"): 5e-2}
 

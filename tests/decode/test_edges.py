@@ -1,4 +1,4 @@
-"""Legal inputs that are easily forgotten, and mistakes that must not come back as somebody else's error."""
+"""Legal inputs that are easily forgotten; mistakes that must not end in another library's error."""
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ def test_an_unmapped_ref_whatever_is_mapped(implementation, name):
 
 
 def test_jax_narrows_an_int64_numpy_index_at_jits_door():
-    # Nothing inside can see it: the docstring says so. Should JAX change this, the docstring must follow.
+    # Nothing inside can see it, and the docstring says so. If JAX changes, the docstring must, too.
     x = operands()
     slots = np.array([2**32 + 4, -1, 0])
     out, _ = jax.jit(lambda slots: kda_jax.packed_decode(**x | {"ssm_state_indices": slots}))(slots)
@@ -254,4 +254,4 @@ def test_more_rows_than_slots_and_one_slot(implementation):
 
 def test_every_shape_of_the_table_is_distinct():
     for name, sizes in SHAPES.items():
-        assert sizes.K != sizes.V or name == "k1_v1", name
+        assert sizes.K != sizes.V or name in ("k1_v1", "k32_v32"), name

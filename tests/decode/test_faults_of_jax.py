@@ -1,20 +1,30 @@
-"""Real faults of kernels of this kind, each reduced to a small input and its answer: heads, sizes, transformations.
+"""Real faults of kernels of this kind, each reduced to a small input and its answer.
 
-They are numbered as in the collection that they come from; every one runs on every implementation that it can reach.
-Those that need a GPU or a pool of many gigabytes carry the marker `gpu`.
+Here: heads, sizes, transformations.
+Each runs on every implementation that it can reach. Those that need a GPU, or a pool of many
+gigabytes, carry the marker `gpu`.
 """
 
+import contextlib
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import chex
+import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import SHAPES, make_call
-from faults import base, each_implementation, untouched
+from faults import (
+    assert_steps_follow_changed_indices,
+    base,
+    each_implementation,
+    untouched,
+)
 from jax.experimental import checkify
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,11 +46,11 @@ from kda_contracts import PACKED_DECODE, ContractError, Sizes, check
 from kda_jax.tools import oracle
 from kda_jax.tools.synthetic import random_operands
 
-# H. Heads, packing, sharding
+# Heads, packing, sharding
 
 
 @each_implementation
-def test_B63_value_heads_divide_by_the_group(implementation):
+def test_value_heads_divide_by_the_group(implementation):
     H, HV, K, V = 2, 4, 32, 16
     keys = np.eye(H, K, dtype=np.float32).ravel()
     x = {
@@ -67,12 +77,12 @@ def test_B63_value_heads_divide_by_the_group(implementation):
         (1152, "H=8, HV=4"),
     ],
 )
-def test_B66_a_width_that_gives_no_heads(implementation, width, message):
+def test_a_width_that_gives_no_heads_is_refused(implementation, width, message):
     with pytest.raises(ContractError, match=message):
         decode(base() | {"mixed_qkv": np.zeros((3, width), np.float32)}, implementation)
 
 
-def test_B67_flat_and_interleaved_rows():
+def test_an_interleaved_row_is_flattened_or_refused():
     flat = np.arange(1, 13, dtype=np.float32)[None]  # q 1..4, k 5..8, v 9..12, two heads of two
     q, k, v = (flat[:, i : i + 4].reshape(1, 2, 2) for i in (0, 4, 8))
     assert_same_bits(kda_jax.pack_qkv(q, k, v), flat)
@@ -91,7 +101,7 @@ def test_B67_flat_and_interleaved_rows():
 
 
 def reordered_for_ranks(row, ranks, H, HV, K, V):
-    """[q0 k0 v0 | q1 k1 v1]: the packed row, so that a contiguous cut gives each rank its heads' flat row."""
+    """[q0 k0 v0 | q1 k1 v1]: a contiguous cut gives each rank the flat row of its own heads."""
     q, k, v = jnp.split(row, [H * K, 2 * H * K], axis=1)
     return jnp.concatenate([x.reshape(len(row), ranks, -1) for x in (q, k, v)], axis=2).reshape(
         len(row), -1
@@ -123,7 +133,7 @@ def sharded_over_heads(implementation, check_vma, mesh):
 
 
 @each_implementation
-def test_B68_heads_over_two_ranks_equal_one(implementation):
+def test_heads_over_two_ranks_equal_one(implementation):
     mesh = mesh_of(2, "tp")
     x = on_device(base(dtype="float32"))
     expected = decode(x, implementation)
@@ -133,12 +143,12 @@ def test_B68_heads_over_two_ranks_equal_one(implementation):
         naive = sharded_over_heads(implementation, False, mesh)(x)
     assert_near(got[0], expected[0], 1e-6)
     assert_near(got[1], expected[1], 1e-6)
-    # A contiguous cut of the packed row passes every shape check, and is wrong: that is why the reordering exists.
+    # A contiguous cut of the packed row passes every shape check, and is wrong.
     assert np.abs(np.asarray(naive[1]) - np.asarray(expected[1])).max() > 1e-2
 
 
 @each_implementation
-def test_B70_operands_that_are_slices_and_transposes_inside_jit(implementation):
+def test_operands_that_are_slices_and_transposes_inside_jit(implementation):
     x = on_device(base(dtype="float32"))
     expected = decode(x, implementation)
     fused = jnp.pad(jnp.concatenate([x["mixed_qkv"], x["a"]], 1), ((0, 0), (8, 5)))
@@ -163,7 +173,7 @@ def test_B70_operands_that_are_slices_and_transposes_inside_jit(implementation):
 
 
 @each_implementation
-def test_B71_a_stacked_pool_is_right_and_a_list_is_in_place(implementation):
+def test_a_stacked_pool_is_right_and_a_list_is_in_place(implementation):
     L, x = 3, on_device(base(dtype="float32"))
     pool = x.pop("initial_state")
     expected = [decode(x | {"initial_state": pool * (i + 1)}, implementation)[1] for i in range(L)]
@@ -201,11 +211,11 @@ def test_B71_a_stacked_pool_is_right_and_a_list_is_in_place(implementation):
         assert memory.temp_size_in_bytes < 600 * 4 * 32 * 64 * 4 / 20
 
 
-# I. Sizes
+# Sizes
 
 
 @pytest.mark.parametrize("K", [1, 2, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256])
-def test_B73_every_K_is_right_or_refused(K):
+def test_every_K_is_right_or_refused(K):
     for V in (1, 16, 24, 48, 100):
         sizes = Sizes(B=2, H=1, HV=2, K=K, V=V, S=3)
         for implementation in IMPLEMENTATIONS if V in (16, 48, 24) else ("xla",):
@@ -220,7 +230,7 @@ def test_B73_every_K_is_right_or_refused(K):
                 assert_meets_oracle(call, *got, **options)
 
 
-def test_B75_a_tiny_head_works_by_default():
+def test_a_tiny_head_works_by_default():
     call = make_call(Sizes(B=1, H=1, HV=1, K=16, V=8, S=2), dtype="float32")
     assert_meets_oracle(call, *kda_jax.packed_decode(**on_device(call.operands)))
     assert (
@@ -229,22 +239,22 @@ def test_B75_a_tiny_head_works_by_default():
     )
 
 
-# J. JAX and Pallas
+# JAX and Pallas
 
 
-def test_B76_no_deprecation_warning_from_our_code():
+def test_no_deprecation_warning_from_our_code():
     program = """
 import jax, jax.numpy as jnp, kda_jax
 x = dict(a=jnp.zeros((1, 32)), b=jnp.zeros((1, 1)), A_log=jnp.zeros(1), dt_bias=jnp.zeros(32))
 f = lambda pool: kda_jax.packed_decode(jnp.ones((1, 80)), **x, initial_state=pool,
-                                       ssm_state_indices=jnp.array([0]), implementation="mosaic_gpu")
+    ssm_state_indices=jnp.array([0]), implementation="mosaic_gpu")
 jax.jit(f).trace(jnp.zeros((2, 1, 16, 32))).lower(lowering_platforms=("cuda",))
 """
     subprocess.run([sys.executable, "-W", "error::DeprecationWarning", "-c", program], check=True)
 
 
 @each_implementation
-def test_B78_a_thousand_slots_stay(implementation):
+def test_a_thousand_slots_stay(implementation):
     x = base(S=1000)
     before = jnp.asarray(x["initial_state"])
     _, state = decode(x | {"initial_state": before}, implementation)
@@ -254,7 +264,7 @@ def test_B78_a_thousand_slots_stay(implementation):
 
 @each_implementation
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
-def test_B79_B81_donation_is_used_and_the_old_pool_is_gone(implementation, pool_dtype):
+def test_donation_is_used_and_the_old_pool_is_gone(implementation, pool_dtype):
     x = on_device(base())
     pool = x.pop("initial_state").astype(pool_dtype)
     step = jax.jit(
@@ -272,7 +282,7 @@ def test_B79_B81_donation_is_used_and_the_old_pool_is_gone(implementation, pool_
 
 
 @each_implementation
-def test_B82_B90_the_first_call_steps_once_and_nothing_retraces(implementation):
+def test_the_first_call_steps_once_and_nothing_retraces(implementation):
     call, traces = make_call(SHAPES["k32_v16"], dtype="float32"), []
 
     @jax.jit
@@ -290,7 +300,7 @@ def test_B82_B90_the_first_call_steps_once_and_nothing_retraces(implementation):
 
 
 @each_implementation
-def test_B84_vmap_equals_a_loop(implementation):
+def test_vmap_equals_a_loop(implementation):
     calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32") for seed in range(3)]
     stacked = {
         name: jnp.stack([call.operands[name] for call in calls]) for name in calls[0].operands
@@ -321,7 +331,7 @@ def test_B84_vmap_equals_a_loop(implementation):
 
 
 @each_implementation
-def test_B84_an_unmapped_ref_under_vmap(implementation):
+def test_an_unmapped_ref_under_vmap_is_refused(implementation):
     x = on_device(base())
     ref = jax.new_ref(x.pop("initial_state"))
 
@@ -334,7 +344,7 @@ def test_B84_an_unmapped_ref_under_vmap(implementation):
         jax.vmap(step)(jnp.array([[0, 1, 2], [3, 4, 5]]))
 
 
-def test_B85_shard_map_with_its_check_on():
+def test_shard_map_with_its_check_on():
     mesh = mesh_of(2, "tp")
     x = on_device(base(dtype="float32"))
     ranks = x | {"mixed_qkv": reordered_for_ranks(x["mixed_qkv"], 2, 2, 4, 64, 32)}
@@ -345,7 +355,7 @@ def test_B85_shard_map_with_its_check_on():
             sharded_over_heads(name, True, mesh)(ranks)
 
 
-def test_B86_a_sharded_pool_without_shard_map_inside_jit():
+def test_a_sharded_pool_without_shard_map_inside_jit_is_refused():
     # With Explicit axes, make_mesh's default, the type of a traced pool tells.
     mesh_of(2, "tp")
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
@@ -363,7 +373,7 @@ def test_B86_a_sharded_pool_without_shard_map_inside_jit():
             step(pool)
 
 
-def test_B86_a_sharded_pool_without_shard_map():
+def test_a_sharded_pool_without_shard_map_is_refused_by_kernels():
     mesh = mesh_of(2, "tp")
     x = on_device(base(dtype="float32"))
     pool = jax.device_put(x.pop("initial_state"), NamedSharding(mesh, P(None, "tp")))
@@ -380,7 +390,7 @@ def test_B86_a_sharded_pool_without_shard_map():
 
 
 @each_implementation
-def test_B87_export_for_cuda_and_back(implementation):
+def test_a_step_is_exported_for_cuda_and_back(implementation):
     call = make_call(SHAPES["k32_v16"], dtype="float32")
     x = on_device(call.operands)
     step = jax.jit(lambda x: kda_jax.packed_decode(**x, implementation=implementation))
@@ -395,14 +405,14 @@ def test_B87_export_for_cuda_and_back(implementation):
 
 
 @each_implementation
-def test_B88_three_tiles_and_the_last_slot(implementation):
+def test_three_tiles_and_the_last_slot(implementation):
     call = make_call(Sizes(B=2, H=1, HV=2, K=96, V=112, S=4), dtype="float32", padded=False)
     call.operands["ssm_state_indices"][:] = 3, 0
     call.operands["initial_state"][:] = 0.5
     assert_meets_oracle(call, *decode(call.operands, implementation))
 
 
-def test_B91_differentiation():
+def test_kernels_refuse_differentiation_and_xla_differentiates():
     x = on_device(base((4, 1, 0), dtype="float32"))
 
     def loss(row, implementation):
@@ -439,38 +449,44 @@ def test_B91_differentiation():
 
 @pytest.mark.gpu
 @each_implementation
-def test_B92_captured_steps_follow_changed_indices(implementation):
-    x = on_device(base((4, -1, 0), H=4, HV=4, K=128, V=128, S=6, dtype="float32"))
-    pools = [x["initial_state"] * (i + 1) for i in range(16)]
-    rest = {name: y for name, y in x.items() if name not in ("initial_state", "ssm_state_indices")}
-
-    @jax.jit
-    def step(pools, slots):
-        return [
-            kda_jax.packed_decode(
-                **rest, initial_state=p, ssm_state_indices=slots, implementation=implementation
-            )
-            for p in pools
-        ]
-
-    for slots in ((4, -1, 0), (1, 2, 3), (-1, -1, 5), (0, 7, -3)):
-        slots = jnp.array(slots, jnp.int32)
-        for pool, (out, state) in zip(pools, step(pools, slots), strict=True):
-            expected = oracle.packed_decode(
-                **{n: np.asarray(y) for n, y in rest.items()},
-                initial_state=np.asarray(pool),
-                ssm_state_indices=np.asarray(slots),
-            )
-            assert_near(out, expected[0], 2e-6)
-            assert_near(state, expected[1], 2e-6)
+def test_steps_follow_changed_indices(implementation):
+    assert_steps_follow_changed_indices(implementation)
 
 
-def test_B93_optional_packages_are_not_needed():
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_captured_steps_follow_changed_indices(implementation):
+    """As above, in a process that says whether the steps ran from a captured command buffer."""
+    program = f"""
+import glob, sys, tempfile
+sys.path.insert(0, {str(Path(faults.__file__).parent)!r})
+import faults, jax
+faults.assert_steps_follow_changed_indices({implementation!r})
+with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+        faults.assert_steps_follow_changed_indices({implementation!r})
+    (path,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
+    planes = jax.profiler.ProfileData.from_file(path).planes
+    names = {{event.name for plane in planes for line in plane.lines for event in line.events}}
+print("captured" if any("GraphLaunch" in name for name in names) else sorted(names)[:200])
+"""
+    # By itself XLA replays no command buffer while a profiler looks on.
+    flags = "--xla_enable_command_buffers_during_profiling=true"
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == "captured"
+
+
+def test_optional_packages_are_not_needed():
     program = """
 import sys
+OPTIONAL = {"jax_triton", "triton", "torch", "safetensors", "flax", "matplotlib"}
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"jax_triton", "triton", "torch", "safetensors", "flax", "matplotlib"}:
+        if name.partition(".")[0] in OPTIONAL:
             raise ModuleNotFoundError("refused: " + name)
 sys.meta_path.insert(0, Refuse())
 import jax.numpy as jnp, kda_jax
@@ -488,7 +504,7 @@ except NotImplementedError as error: print("triton" in str(error).lower())
 
 @each_implementation
 @pytest.mark.parametrize("kept", [0, 1], ids=["only-out", "only-pool"])
-def test_B94_neither_result_needs_the_other(implementation, kept):
+def test_neither_result_needs_the_other(implementation, kept):
     call = make_call(SHAPES["k32_v16"], dtype="float32")
     expected = decode(call.operands, implementation)
     with running(implementation):
@@ -499,7 +515,7 @@ def test_B94_neither_result_needs_the_other(implementation, kept):
 
 
 @each_implementation
-def test_B95_a_step_without_a_live_row_keeps_the_pool(implementation):
+def test_a_step_without_a_live_row_keeps_the_pool(implementation):
     x = base((-1, -1, -1))
     _, state = decode(x, implementation)
     assert_same_bits(state, x["initial_state"])
@@ -511,7 +527,7 @@ def test_B95_a_step_without_a_live_row_keeps_the_pool(implementation):
 
 @each_implementation
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
-def test_B96_odd_slot_sizes_at_every_slot(implementation, pool_dtype):
+def test_odd_slot_sizes_at_every_slot(implementation, pool_dtype):
     K, V = (40, 24) if implementation == "xla" else (96, 48)
     for slots in ((5, 1, 4), (0, 3, 2)):
         call = make_call(Sizes(B=3, H=1, HV=3, K=K, V=V, S=6), padded=False, pool_dtype=pool_dtype)
@@ -522,11 +538,11 @@ def test_B96_odd_slot_sizes_at_every_slot(implementation, pool_dtype):
         assert_meets_oracle(call, *decode(call.operands, implementation))
 
 
-# K. Contract checks
+# Contract checks
 
 
 @each_implementation
-def test_B97_checks_under_jit_need_no_values(implementation):
+def test_checks_under_jit_need_no_values(implementation):
     x = on_device(base((7, -1, 0)))
     with running(implementation):
         out, _ = jax.jit(lambda x: kda_jax.packed_decode(**x, implementation=implementation))(x)
@@ -540,7 +556,7 @@ def test_B97_checks_under_jit_need_no_values(implementation):
 
 
 @each_implementation
-def test_B99_checkify_around_the_op(implementation):
+def test_checkify_works_around_the_op(implementation):
     call = make_call(SHAPES["k32_v16"], dtype="float32", padded=False)
     call.operands["initial_state"][:] = 0.5
 
@@ -556,13 +572,44 @@ def test_B99_checkify_around_the_op(implementation):
     assert_meets_oracle(call, *got)
 
 
-def test_B101_nothing_is_remembered_between_calls():
+def test_no_batch_size_is_remembered_between_calls():
     for B in (4, 6, 4):
         assert check(PACKED_DECODE, **base(tuple(range(B)))).B == B
 
 
+def test_a_jaxtyped_function_may_call_the_op_with_any_batch():
+    jaxtyping, beartype = pytest.importorskip("jaxtyping"), pytest.importorskip("beartype")
+    of_state, of_a, of_b, of_bias, of_out = (
+        jaxtyping.Float[jax.Array, axes]
+        for axes in ("S HV V K", "B HV*K", "B HV", "HV*K", "B 1 HV V")
+    )
+    of_slots = jaxtyping.Int[jax.Array, "B"]
+
+    @jaxtyping.jaxtyped(typechecker=beartype.beartype)
+    def step(
+        initial_state: of_state,
+        a: of_a,
+        b: of_b,
+        dt_bias: of_bias,
+        ssm_state_indices: of_slots,
+        rest: dict,
+    ) -> tuple[of_out, of_state]:
+        operands = dict(a=a, b=b, dt_bias=dt_bias, ssm_state_indices=ssm_state_indices)
+        return kda_jax.packed_decode(initial_state=initial_state, **operands, **rest)
+
+    for B in (4, 6, 4):
+        x = on_device(base(tuple(range(B))))
+        rest = {name: x.pop(name) for name in ("mixed_qkv", "A_log")}
+        for function in (step, jax.jit(step)):
+            out, _ = function(**x, rest=rest)
+            assert out.shape[0] == B
+    with pytest.raises(jaxtyping.TypeCheckError):
+        step(**x | {"b": x["b"][1:]}, rest=rest)
+
+
 @each_implementation
-def test_B102_per_device_shapes_under_pmap(implementation):
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_pmap_steps_each_device_and_names_its_own_shapes(implementation, fake):
     calls = [make_call(SHAPES["k32_v16"], seed=seed, dtype="float32") for seed in range(2)]
     stacked = {
         name: jnp.stack([call.operands[name] for call in calls]) for name in calls[0].operands
@@ -571,15 +618,18 @@ def test_B102_per_device_shapes_under_pmap(implementation):
     def step(x):
         return kda_jax.packed_decode(**x, implementation=implementation)
 
-    with chex.fake_pmap(), running(implementation):
+    if not fake:
+        mesh_of(2, "devices")  # or skips
+    with chex.fake_pmap() if fake else contextlib.nullcontext(), running(implementation):
         out, state = jax.pmap(step)(stacked)
-    for i, call in enumerate(calls):
-        assert_meets_oracle(call, out[i], state[i])
-    with pytest.raises(ContractError, match=r"\(64,\)"), chex.fake_pmap():
-        jax.pmap(step)(stacked | {"dt_bias": jnp.zeros((2, 2))})
+        assert fake or len(out.sharding.device_set) == 2
+        for i, call in enumerate(calls):
+            assert_meets_oracle(call, out[i], state[i])
+        with pytest.raises(ContractError, match=r"expected \[HV\*K\] = \(64,\), got \(2,\)"):
+            jax.pmap(step)(stacked | {"dt_bias": jnp.zeros((2, 2))})
 
 
-def test_B103_the_truly_wrong_argument_is_blamed():
+def test_the_truly_wrong_argument_is_blamed():
     x = base()
     swapped = x | {"a": x["b"], "b": x["a"]}
     with pytest.raises(ContractError) as caught:
@@ -590,11 +640,11 @@ def test_B103_the_truly_wrong_argument_is_blamed():
     assert [violation.argument for violation in caught.value.violations] == ["initial_state"]
 
 
-# L. Questions
+# Questions
 
 
 @each_implementation
-def test_B104_the_first_token_after_a_handed_over_state(implementation):
+def test_the_first_token_after_a_handed_over_state(implementation):
     tokens = [base((3,), dtype="float32", seed=seed) for seed in range(33)]
     pool = np.zeros((6, 4, 32, 64))
     fixed = {name: tokens[0][name] for name in ("A_log", "dt_bias")}
@@ -612,7 +662,7 @@ def test_B104_the_first_token_after_a_handed_over_state(implementation):
 
 
 @each_implementation
-def test_B106_which_implementation_ran_can_be_seen(implementation):
+def test_which_implementation_ran_can_be_seen(implementation):
     x = base()
     assert (
         kda_jax.explain(kda_jax.packed_decode, **x, implementation=implementation).implementation

@@ -1,5 +1,6 @@
 """The gates against float64, over the whole range of float32 and beyond its ends."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +10,13 @@ from kda_jax import gates
 FLOAT32_MAX = np.finfo(np.float32).max
 
 
-def decay(x, A_log=0.0, lower_bound=None):
-    return float(jnp.exp(gates.log_decay(jnp.float32(x), jnp.float32(A_log), lower_bound)))
+# Of the softplus. x * 2.5 overflows; so does softplus / 0.12, which XLA makes a product.
+BETAS = (1.0, 2.5, 0.12)
+
+
+def decay(x, A_log=0.0, lower_bound=None, softplus_beta=1.0):
+    x, A_log = jnp.float32(x), jnp.float32(A_log)
+    return float(jnp.exp(gates.log_decay(x, A_log, lower_bound, softplus_beta)))
 
 
 def test_softplus_over_the_whole_range():
@@ -44,13 +50,26 @@ def test_the_safe_gate_is_a_sigmoid_and_no_clamp(A_log, x, expected):
     assert got == pytest.approx(expected, rel=1e-6, abs=1e-20)
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize(
+    ("lower_bound", "softplus_beta"), [(-5.0, 1.0), *((None, x) for x in BETAS)]
+)
 @pytest.mark.parametrize("A_log", [-np.inf, -FLOAT32_MAX, -100, 0, 88, 89, 1000, FLOAT32_MAX])
 @pytest.mark.parametrize(
     "x", [-FLOAT32_MAX, -1e4, -88, -0.0, 0.0, 1e-30, 88, FLOAT32_MAX, np.inf, -np.inf]
 )
-def test_finite_inputs_never_give_nan(x, A_log, lower_bound):
-    assert 0 <= decay(x, A_log, lower_bound) <= 1
+def test_finite_inputs_never_give_nan(x, A_log, lower_bound, softplus_beta):
+    assert 0 <= decay(x, A_log, lower_bound, softplus_beta) <= 1
+
+
+@pytest.mark.parametrize("softplus_beta", BETAS)
+def test_a_sharpened_softplus_never_overflows(softplus_beta):
+    x = jnp.array([3e38, FLOAT32_MAX, 3e38, 0.0])
+    A_log = jnp.array([-jnp.inf, -jnp.inf, 0.0, 0.0])
+    step = jax.jit(lambda x, A_log: gates.log_decay(x, A_log, None, softplus_beta))
+    got = np.asarray(step(x, A_log))
+    assert np.isfinite(got).all()
+    assert got[:2].tolist() == [0.0, 0.0]
+    assert got[3] == pytest.approx(-np.log(2) / softplus_beta, rel=1e-6)
 
 
 def test_no_decay_at_all():
@@ -59,10 +78,12 @@ def test_no_decay_at_all():
     assert decay(-FLOAT32_MAX, 100.0) == 1.0  # an overflowing rate times a zero softplus
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-def test_a_nan_is_not_hidden(lower_bound):
-    assert np.isnan(decay(np.nan, 0.0, lower_bound))
-    assert np.isnan(decay(0.5, np.nan, lower_bound))
+@pytest.mark.parametrize(
+    ("lower_bound", "softplus_beta"), [(-5.0, 1.0), *((None, x) for x in BETAS)]
+)
+def test_a_nan_is_not_hidden(lower_bound, softplus_beta):
+    assert np.isnan(decay(np.nan, 0.0, lower_bound, softplus_beta))
+    assert np.isnan(decay(0.5, np.nan, lower_bound, softplus_beta))
 
 
 def test_sigmoid_keeps_its_ends():
@@ -72,5 +93,5 @@ def test_sigmoid_keeps_its_ends():
     )
 
 
-def test_epsilon_is_on_the_sum():
+def test_the_norms_epsilon_is_on_the_sum():
     assert float(gates.inverse_norm(jnp.float32(0.0))) == pytest.approx(1000.0, rel=1e-6)

@@ -162,7 +162,10 @@ def test_one_lowering_serves_all_call_sites():
 
 @pytest.mark.parametrize("written", [True, False])
 def test_every_operand_and_result_stands_behind_a_barrier(written):
-    """XLA puts a kernel with a sliced operand, or a result that is written back, into a fusion that may lose it."""
+    """XLA puts a kernel into a fusion that may lose it.
+
+    It does so where an operand is a slice, or where a result is written back.
+    """
     struct, f32 = jax.ShapeDtypeStruct, jnp.float32
     shapes = dict(
         q=(2, 5, 1, 32),

@@ -31,7 +31,7 @@ options = st.fixed_dictionaries(
 
 
 def draw_call(data, sizes):
-    """A call whose live rows name different slots, with values of any magnitude that float32 decode can meet."""
+    """A call whose live rows name different slots, with values of any magnitude."""
     slots = np.array(
         data.draw(st.lists(any_slot, min_size=sizes.B, max_size=sizes.B)), np.int64
     ).astype(np.int32)
@@ -105,7 +105,7 @@ def test_the_strategies_reach_every_kind_of_row():
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["mixed_qkv", "a", "b", "initial_state"])
 def test_poison_stays_in_its_row_and_head(implementation, name, poison):
-    # One value of row 0, head 1: its q and k serve heads 0 and 1 (H = 1), so poison goes into v, not into q or k.
+    # One value of row 0, head 1. Its q and k serve heads 0 and 1 (H = 1), so poison goes into v.
     sizes = SHAPES["k32_v16"]
     x = random_operands(sizes, dtype="float32")
     clean = decode(x, implementation)

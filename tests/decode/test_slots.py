@@ -22,7 +22,8 @@ def test_valid(indices):
     [
         (
             [6, -1, 0],
-            r"1 row breaks the contract\n  row 0 has slot 6: it must be -1 \(a padded row\) or in \[0, 6\)",
+            r"1 row breaks the contract\n"
+            r"  row 0 has slot 6: it must be -1 \(a padded row\) or in \[0, 6\)",
         ),
         ([0, -2], r"row 1 has slot -2"),
         ([3, 1, 3], r"row 2 has slot 3, as row 0 has"),

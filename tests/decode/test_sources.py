@@ -22,7 +22,7 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def forked_call(pool_dtype="float32"):
-    """Rows that read a shared prefix, their own slot, nothing, and one padded row whose source is poison."""
+    """Rows that read a shared prefix, their own slot, nothing; a padded row, its source poison."""
     call = make_call(SHAPES["k32_v16"], dtype="float32", padded=False, pool_dtype=pool_dtype)
     call.operands["ssm_state_indices"][:] = 4, -1, 0, 8
     call.operands["source_indices"] = np.array([6, 1, 6, -1], np.int32)

@@ -1,4 +1,4 @@
-"""The Triton kernel without a GPU: it compiles to machine code for compute capabilities 9.0 and 8.0."""
+"""The Triton kernel without a GPU: it compiles to machine code for capabilities 9.0 and 8.0."""
 
 import subprocess
 import sys
@@ -19,15 +19,19 @@ from kda_jax import decode_triton_kernel
 capability, K, V, T, pool, lower_bound = eval(sys.argv[1])
 pointers = ["*bf16"] * 5 + ["*fp32"] * 2 + ["*i32"] * 4 + ["*" + pool, "*bf16", "*" + pool]
 names = "q k v a b A_log dt_bias slots sources cu_seqlens writes pool out states".split()
-constants = dict(S=9, N=5, T=T, H=1, HV=3, K=K, V=V, BK=triton.next_power_of_2(K), BV=4, q_stride=K, v_stride=3 * V,
-                 k_start=0, v_start=0, scale=0.5, lower_bound=lower_bound, softplus_beta=1.0 if T == 1 else 0.5,
-                 softplus_threshold=20.0 if T == 1 else 10.0, allow_neg_eigval=T > 1, activated=T == 2,
-                 use_qk_l2norm=True, has_sources=True, varlen=T == 9, has_writes=T > 1, update_state=True,
-                 intermediate=T > 2, largest=3.4e38, epsilon=1e-6)
-for kernel, extra in ((decode_triton_kernel.kda_update, []), (decode_triton_kernel.kda_update_aliased, ["same_pool"])):
+constants = dict(
+    S=9, N=5, T=T, H=1, HV=3, K=K, V=V, BK=triton.next_power_of_2(K), BV=4,
+    q_stride=K, v_stride=3 * V, k_start=0, v_start=0, scale=0.5, lower_bound=lower_bound,
+    softplus_beta=1.0 if T == 1 else 0.5, softplus_threshold=20.0 if T == 1 else 10.0,
+    allow_neg_eigval=T > 1, activated=T == 2, use_qk_l2norm=True, has_sources=True, varlen=T == 9,
+    has_writes=T > 1, update_state=True, intermediate=T > 2, largest=3.4e38, epsilon=1e-6,
+)
+kernels = decode_triton_kernel.kda_update, decode_triton_kernel.kda_update_aliased
+for kernel, extra in zip(kernels, ([], ["same_pool"])):
     signature = dict(zip(names + extra, pointers + ["*" + pool] * len(extra)))
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": 1})
     assert compiled.asm["cubin"], "no machine code"
     assert f".target sm_{capability}" in compiled.asm["ptx"]
     # Offsets into the pool are 64 bits wide: the slot is widened before it is multiplied.

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_every_test_that_the_documents_name_exists():
     }
     assert named
     assert named <= defined, sorted(named - defined)
+
+
+def test_no_two_tests_have_one_name():
+    """A promise in the documents then names one test."""
+    names = Counter(
+        name
+        for path in ROOT.glob("tests/**/test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_the_figures_come_from_the_results():

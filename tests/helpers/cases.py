@@ -1,4 +1,7 @@
-"""The shape table of the suite, and calls made from it: distinct sizes, live pools, poison where nothing is read."""
+"""The shape table of the suite, and calls made from it.
+
+Distinct sizes, live pools, poison where nothing may be read.
+"""
 
 from dataclasses import dataclass
 
@@ -16,6 +19,9 @@ SHAPES = {
     "k60_v24": Sizes(B=5, H=2, HV=4, K=60, V=24, S=7),
     "k100_v7": Sizes(B=3, H=3, HV=9, K=100, V=7, S=5),
     "k32_v16": Sizes(B=4, H=1, HV=2, K=32, V=16, S=9),
+    "k32_v32": Sizes(
+        B=3, H=1, HV=2, K=32, V=32, S=5
+    ),  # square: values alone show a transposed state
     "k32_v80": Sizes(B=2, H=1, HV=3, K=32, V=80, S=5),
     "k64_v32": Sizes(B=3, H=2, HV=4, K=64, V=32, S=6),
     "k64_v48": Sizes(B=5, H=1, HV=2, K=64, V=48, S=3),  # fewer slots than rows
@@ -66,7 +72,10 @@ class Call:
 
 
 def make_call(sizes, *, seed=0, padded=True, **dtypes):
-    """A call with padded rows (-1, S, the largest int32, as rows allow), their inputs and all other slots poisoned."""
+    """A call with padded rows (-1, S, the largest int32, as rows allow).
+
+    The inputs of padded rows, and all slots that no row names, hold poison.
+    """
     operands = random_operands(sizes, seed=seed, **dtypes)
     slots = operands["ssm_state_indices"]
     if padded and sizes.B >= 2:

@@ -1,4 +1,4 @@
-"""Comparisons and ways to run, for all tests. test_support.py feeds each comparison a wrong answer."""
+"""Comparisons and ways to run. test_support.py feeds each comparison a wrong answer."""
 
 import contextlib
 import importlib.util
@@ -6,7 +6,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import rounding
+from cases import GATES, make_call, rounding
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import kda_jax
@@ -24,14 +24,14 @@ ORACLE_OPTIONS = ("scale", "use_qk_l2norm_in_kernel", "lower_bound")
 
 
 def running(implementation):
-    """A context in which the implementation runs here: Pallas's interpreter for a kernel on a CPU, else nothing."""
+    """A context in which it runs here: for a kernel on a CPU, Pallas's interpreter."""
     if implementation == "xla" or ON_GPU:
         return contextlib.nullcontext()
     return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
 
 
 def decode(operands, implementation, **options):
-    """packed_decode on these operands (NumPy arrays go to the device first), where the implementation runs here."""
+    """packed_decode where the implementation runs here. NumPy operands go to the device first."""
     operands = {
         name: x if isinstance(x, jax.Ref) else jnp.asarray(x) for name, x in operands.items()
     }
@@ -63,7 +63,7 @@ def assert_near_but_for_nans(got, expected, limit):
 
 
 def assert_rounded(got, expected, limit):
-    """`got` is `expected` rounded to got's dtype to nearest even, but for values that `limit` carries over a tie."""
+    """`got` is `expected` rounded to nearest even, but where `limit` may carry it over a tie."""
     dtype = np.asarray(got).dtype
     assert_near(got, expected, limit + rounding(dtype))
     if dtype != np.float32 and np.asarray(got).size >= 200:
@@ -79,7 +79,7 @@ def assert_same_bits(got, expected):
 
 
 def assert_meets_oracle(call, out, state, **options):
-    """out and state against the float64 oracle: live rows near, padded rows zero, all other slots bit for bit."""
+    """Against the oracle: live rows near, padded rows zero, all other slots bit for bit."""
     expected_out, expected_state = oracle.packed_decode(
         **call.operands, **{name: x for name, x in options.items() if name in ORACLE_OPTIONS}
     )
@@ -90,6 +90,15 @@ def assert_meets_oracle(call, out, state, **options):
     assert_rounded(state[call.slots], expected_state[call.slots], STATE_LIMIT)
     assert_same_bits(out[~call.live], np.zeros_like(out[~call.live]))
     assert_same_bits(state[call.other_slots], call.operands["initial_state"][call.other_slots])
+
+
+def assert_decodes(implementation, sizes, gate, **dtypes):
+    """packed_decode meets the oracle on one call of these sizes, with a gate of cases.GATES."""
+    call = make_call(sizes, **dtypes)
+    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate])
+    out, state = decode(call.operands, implementation, **options)
+    assert out.dtype == call.operands["mixed_qkv"].dtype
+    assert_meets_oracle(call, out, state, **options)
 
 
 def on_device(operands):

@@ -1,4 +1,4 @@
-"""Each comparison helper is fed a wrong answer: a helper that cannot fail would make the whole suite worthless."""
+"""Each comparison is fed a wrong answer: one that cannot fail would make the suite worthless."""
 
 import jax.numpy as jnp
 import numpy as np

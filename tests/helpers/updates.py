@@ -1,4 +1,4 @@
-"""Calls of several tokens: operands by name, poisoned where nothing may be read, and what the oracle says of them."""
+"""Calls of several tokens, poisoned where nothing may be read, and what the oracle says of them."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,11 @@ FORMS = {
     "varlen_one_sequence": (5,),
 }
 VARLEN = dict(B=1, H=1, HV=2, K=64, V=32)
-ORACLE = ("scale", "use_qk_l2norm_in_kernel", "lower_bound")
 
 
 @dataclass(frozen=True)
 class Update:
-    """One call; `live` says of each sequence whether it is one, `tokens` of each token whether a live one holds it."""
+    """One call; `live`: which sequences are not padded; `tokens`: which tokens they hold."""
 
     sizes: Sizes
     operands: dict
@@ -37,7 +36,7 @@ class Update:
 
 
 def make_update(form, *, seed=0, dtype="bfloat16", pool_dtype="float32", padded=True):
-    """A call of a form: sizes for a dense one, lengths for varlen; with padded sequences where there are enough."""
+    """A call of a form: sizes for a dense one, lengths for varlen; padded where enough."""
     rng = np.random.default_rng(seed)
     lengths = form if isinstance(form, tuple) else (form.T,) * form.N
     if varlen := isinstance(form, tuple):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import assert_near, assert_same_bits
+from support import assert_near, assert_rounded, assert_same_bits
 
 from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.norm import gated_rms_norm
@@ -63,6 +63,23 @@ def test_decode_is_prefill_of_one_token(W):
     assert not np.asarray(y)[2].any()
 
 
+def test_boundaries_behind_the_tokens_are_clipped():
+    x, weight, pool = map(jnp.asarray, make(4, 8))
+    slots = jnp.array([3, 1])
+    got = conv_prefill(x, weight, pool, slots, jnp.array([0, 4, 20]))
+    wanted = conv_prefill(x, weight, pool, slots, jnp.array([0, 4, 8]))
+    for one, other in zip(got, wanted, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_an_empty_sequence_writes_no_window():
+    x, weight, pool = map(jnp.asarray, make(4, 4))
+    slots, sources = jnp.array([2, 0]), jnp.array([2, -1])
+    _, after = conv_prefill(x, weight, pool, slots, jnp.array([0, 4, 4]), sources)
+    assert_same_bits(after[0], pool[0])
+    assert (np.asarray(after)[2] != np.asarray(pool)[2]).any()
+
+
 def test_sources_and_refs():
     x, weight, pool = map(jnp.asarray, make(4, 3))
     slots, bounds = jnp.array([1, 2]), jnp.array([0, 2, 3])
@@ -76,6 +93,17 @@ def test_sources_and_refs():
     _, stepped = conv_decode(x, weight, after, jnp.array([0, 1, -1]))
     assert conv_decode(x, weight, ref, jnp.array([0, 1, -1]))[1] is None
     assert_same_bits(ref[...], stepped)
+
+
+def test_the_norm_rounds_once():
+    rng = np.random.default_rng(0)
+    x, gate = (rng.standard_normal((64, 128)).astype(jnp.bfloat16) for _ in range(2))
+    weight = rng.standard_normal(128, dtype=np.float32)
+    wide = x.astype(np.float64)
+    wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
+    wanted = wide * weight / (1 + np.exp(-gate.astype(np.float64)))
+    # A second rounding, before the gate, would leave a quarter of the elements off the nearest.
+    assert_rounded(gated_rms_norm(*map(jnp.asarray, (x, gate, weight))), wanted, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,7 @@
-"""Prefill in chunks against the float64 oracle and the recurrence: chunk edges, strong decays, varlen, derivatives."""
+"""Prefill in chunks against the float64 oracle and the recurrence.
+
+Edges of chunks, strong decays, varlen calls, derivatives.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +128,7 @@ def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
         assert_near(got[name], expected[name], 1e-4)
 
 
-def test_boundaries_behind_the_tokens_touch_no_state():
+def test_chunk_kda_clips_boundaries_behind_the_tokens():
     x = operands(1, 5, N=2)
     out, state = kda_jax.chunk_kda(**x, cu_seqlens=jnp.array([0, 1000, 1001]))
     assert_same_bits(np.asarray(state)[x["slots"][1]], x["initial_state"][x["slots"][1]])
@@ -140,7 +143,7 @@ def test_byte_order_is_no_matter():
     assert_same_bits(out, kda_jax.chunk_kda(**x)[0])
 
 
-def test_a_ref_and_a_donated_pool():
+def test_chunk_kda_updates_a_ref_and_takes_a_donated_pool():
     x = {name: jnp.asarray(y) for name, y in operands(2, 20).items()}
     out, state = kda_jax.chunk_kda(**x)
     pool = x.pop("initial_state")
@@ -190,7 +193,7 @@ def test_one_compilation_serves_any_boundaries():
         ),
     ],
 )
-def test_messages(wrong, message):
+def test_messages_of_chunk_kda(wrong, message):
     with pytest.raises(ContractError) as error:
         kda_jax.chunk_kda(**operands(2, 5) | wrong)
     assert message in str(error.value)

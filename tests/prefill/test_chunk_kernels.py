@@ -1,4 +1,4 @@
-"""The kernels of chunked prefill against the float64 oracle, on a GPU; and, without one, that they lower for CUDA."""
+"""The kernels of chunked prefill: on a GPU against the oracle; elsewhere, that they lower."""
 
 import functools
 
@@ -42,13 +42,13 @@ def check(x, cu_seqlens=None, limit=LIMIT, **options):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("decay", [1e-3, 0.3, 5.0])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
-def test_dense_rows_at_the_edges_of_chunks(T, decay, sizes):
+def test_the_kernels_at_the_edges_of_chunks(T, decay, sizes):
     check(narrow(3, T, decay=decay, **sizes))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES)
-def test_sequences_end_to_end_with_empty_ones(sizes):
+def test_the_kernels_over_sequences_end_to_end(sizes):
     lengths = (0, 65, 1, 0, 64, 203)
     bounds = np.cumsum((0, *lengths))
     x = narrow(1, bounds[-1], N=6, decay=0.3, **sizes)
@@ -77,7 +77,7 @@ def test_tokens_of_no_sequence_are_zeros(T):
 
 
 @pytest.mark.gpu
-def test_padded_rows_and_other_slots_stay():
+def test_the_kernels_leave_padded_rows_and_other_slots():
     x = narrow(3, 70, **SIZES[0])
     x["slots"][1] = S
     x["v"][1] = np.nan
@@ -90,14 +90,14 @@ def test_padded_rows_and_other_slots_stay():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", DECAY_PATTERNS)
-def test_strong_decays_neither_overflow_nor_lose_the_answer(pattern):
+def test_the_kernels_under_strong_decays(pattern):
     x = narrow(2, 130, decay=1e-3, **SIZES[0])
     set_decays(x["log_decay"], pattern)
     check(x)
 
 
 @pytest.mark.gpu
-def test_equal_keys_do_not_blow_the_triangle_up():
+def test_the_kernels_with_equal_keys():
     x = narrow(1, 128, decay=0.0, **SIZES[0])
     x["k"][:] = x["k"][:, :1]
     x["beta"][:] = 1.0
@@ -144,7 +144,7 @@ def test_derivatives_and_vmap_are_those_of_xla():
 
 
 @pytest.mark.gpu
-def test_a_ref_and_a_donated_pool():
+def test_the_kernels_update_a_ref():
     x = {name: jnp.asarray(y) for name, y in narrow(2, 70, **SIZES[0]).items()}
     out, state = kda_jax.chunk_kda(**x)
     ref = jax.new_ref(x["initial_state"].copy())

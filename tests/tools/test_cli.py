@@ -2,10 +2,11 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 from support import ON_GPU, WITH_TRITON
 
-from kda_jax.tools import cli, demo
+from kda_jax.tools import bench, cli, demo
 from kda_jax.tools.synthetic import write_layer
 
 KERNEL = "mosaic_gpu" if ON_GPU else "xla"
@@ -69,6 +70,31 @@ def test_demo_fails_where_the_answer_is_wrong(capsys, monkeypatch):
     assert "WRONG" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("fault", [dict(untouched=False), dict(err_out=1.0), dict(err_state=1.0)])
+def test_one_fault_alone_fails_the_demo(fault):
+    right = dict(untouched=True, err_out=0.0, err_state=0.0)
+    assert demo.passed(right)
+    assert not demo.passed(right | fault)
+
+
+@pytest.mark.parametrize("name", ["err_out", "err_state"])
+def test_an_error_that_is_nan_fails_the_demo(name):
+    assert not demo.passed(dict(untouched=True, err_out=0.0, err_state=0.0) | {name: float("nan")})
+
+
+@pytest.mark.parametrize(("of_out", "of_state"), [(1.01, 1.0), (1.0, 1.001)], ids=["out", "state"])
+def test_bench_times_nothing_that_is_wrong(of_out, of_state):
+    op = bench.packed_decode("xla")
+    bench.check(op, 2, "float32")
+
+    def wrong(pool, inputs):
+        out, state = op(pool, inputs)
+        return out * jnp.asarray(of_out, out.dtype), state * jnp.float32(of_state)
+
+    with pytest.raises(SystemExit, match="wrong answer, relative error"):
+        bench.check(wrong, 2, "float32")
+
+
 def test_explain_prints_the_implementations(capsys):
     assert cli.main(["explain", "--model", "kimi-k3", "--K", "60"]) == 0
     out = capsys.readouterr().out
@@ -88,7 +114,7 @@ def test_explain_prints_the_implementations(capsys):
         (["explain", "--H", "3"], "Invalid head config"),
     ],
 )
-def test_wrong_arguments(capsys, arguments, message):
+def test_wrong_arguments_of_a_command(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2

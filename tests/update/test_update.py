@@ -1,4 +1,4 @@
-"""Several tokens a sequence, dense and varlen, in every implementation: against the oracle and against each other."""
+"""Several tokens a sequence, dense and varlen: against the oracle and the others."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ BOTH = [
 
 
 def assert_same(implementation, got, wanted):
-    """Bit for bit in a kernel on a GPU; in XLA, and where XLA interprets the kernel, within 1e-6."""
+    """Bit for bit in a kernel on a GPU. In XLA, or in an interpreted kernel, within 1e-6."""
     if ON_GPU and implementation != "xla":
         assert_same_bits(got, wanted)
     else:
@@ -31,7 +31,7 @@ def assert_same(implementation, got, wanted):
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("implementation", "form"), BOTH)
-def test_meets_the_oracle(implementation, form, gate):
+def test_several_tokens_meet_the_oracle(implementation, form, gate):
     call = make_update(FORMS[form])
     out, state = run(call, implementation, lower_bound=GATES[gate])
     assert_meets_oracle(call, out, state, STATE_LIMIT, lower_bound=GATES[gate])
@@ -39,7 +39,8 @@ def test_meets_the_oracle(implementation, form, gate):
 
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES[1:])
 @pytest.mark.parametrize(("implementation", "form"), BOTH)
-def test_a_narrow_pool_is_rounded_after_every_token(implementation, form, pool_dtype):
+def test_a_narrow_pool_stays_near_the_oracle(implementation, form, pool_dtype):
+    """The oracle does not round between tokens, so the limit is of several roundings."""
     call = make_update(FORMS[form], pool_dtype=pool_dtype)
     out, state = run(call, implementation)
     wanted_out, wanted, _ = expected(call)
@@ -48,6 +49,41 @@ def test_a_narrow_pool_is_rounded_after_every_token(implementation, form, pool_d
         np.asarray(out)[call.tokens], wanted_out[call.tokens], limit + 2 * rounding("bfloat16")
     )
     assert_near(np.asarray(state)[call.slots[call.live]], wanted[call.slots[call.live]], limit)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("pool_dtype", POOL_DTYPES[1:])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_narrow_pool_is_rounded_after_every_token(implementation, pool_dtype, varlen):
+    """Six tokens at once leave the pool that six calls of one token leave: bits are counted."""
+    N, T, H, K = 2, 6, 2, 64
+    rng = np.random.default_rng(0)
+    q, k, v, decay = (rng.standard_normal((N, T, H, K), dtype=np.float32) for _ in range(4))
+    beta = rng.uniform(0, 1, (N, T, H)).astype(np.float32)
+    tokens = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, -np.abs(decay), beta)]
+    pool = jnp.asarray(rng.standard_normal((4, H, K, K), dtype=np.float32), pool_dtype)
+    slots, ends = jnp.array([2, 1]), dict(cu_seqlens=jnp.array([0, T, 2 * T])) if varlen else {}
+
+    @jax.jit
+    def step(tokens, pool, **ends):
+        return kda_jax.recurrent_kda(
+            *tokens,
+            pool,
+            slots,
+            use_qk_l2norm_in_kernel=True,
+            implementation=implementation,
+            **ends,
+        )[1]
+
+    flat = [x.reshape(1, N * T, *x.shape[2:]) for x in tokens] if varlen else tokens
+    with running(implementation):
+        at_once = step(flat, pool, **ends)
+        for t in range(T):
+            pool = step([x[:, t : t + 1] for x in tokens], pool)
+    # An unrounded carry changes a quarter of the numbers. Fusions, XLA's for a GPU and those of an
+    # interpreted kernel, may move a sum's last bit: 6 of 32,768 were seen.
+    exact = (implementation != "xla") == ON_GPU
+    assert int((at_once != pool).sum()) <= (0 if exact else pool.size // 1000)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -110,7 +146,7 @@ def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
     ("K", "V"), [(32, 64), (64, 48), (96, 48), (128, 16), (128, 96), (192, 64), (256, 32)]
 )
 def test_however_a_kernel_spreads_a_row_its_sums_are_the_same(K, V, pool_dtype):
-    """Each pair is another layout of the Mosaic kernel's: folded or not, one repeat or more, one pass or more."""
+    """Each pair is another layout of the Mosaic kernel: folded or not, repeats, passes."""
     call = make_update(
         Sizes(B=2, T=6, N=2, H=1, HV=2, K=K, V=V, S=3), dtype="float32", pool_dtype=pool_dtype
     )
@@ -213,7 +249,7 @@ def test_states_after_every_token(implementation, form):
 
 
 def draft_call(seed, slots, pool):
-    """Four sequences of three drafted tokens in a pool of sixteen slots: 0 to 3 their own, 4 to 15 the draft's."""
+    """Four sequences of three drafted tokens. Slots 0 to 3 are their own, 4 to 15 the draft's."""
     sizes = Sizes(B=4, T=3, N=4, H=1, HV=2, K=64, V=32, S=16)
     call = make_update(sizes, seed=seed, padded=False)
     call.operands.update(initial_state_source=pool, initial_state_indices=slots)
@@ -222,7 +258,7 @@ def draft_call(seed, slots, pool):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_rejected_draft_costs_nothing(implementation):
-    """Two drafts verified in the pool's own slots: the second starts where the first was accepted to."""
+    """Two drafts verified in the pool's own slots: the second starts from the accepted token."""
     pool = np.random.default_rng(1).standard_normal((16, 2, 32, 64), dtype=np.float32)
     own, draft = np.array([0, 1, 2, -1], np.int32), np.arange(4, 16, dtype=np.int32).reshape(4, 3)
     draft[1, 2] = 99  # outside: the state after that token is not kept
@@ -256,9 +292,29 @@ def test_a_rejected_draft_costs_nothing(implementation):
     assert_near(state, wanted, 2 * STATE_LIMIT)
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_negative_draft_slot_is_not_kept_and_does_not_wrap(implementation, varlen):
+    sizes = Sizes(B=2, T=2, N=2, H=1, HV=2, K=64, V=32, S=8)
+    call = make_update((2, 2) if varlen else sizes, padded=False)
+    pool = np.random.default_rng(1).standard_normal((8, 2, 32, 64), dtype=np.float32)
+    call.operands.update(
+        initial_state_source=pool, initial_state_indices=np.array([5, 0], np.int32)
+    )
+    drafts = np.array([[2, -1], [3, 4]], np.int32)
+    _, state = run(
+        call,
+        implementation,
+        update_state=False,
+        intermediate_states=drafts.reshape(1, 4) if varlen else drafts,
+    )
+    changed = (np.asarray(state) != pool).any((1, 2, 3))
+    assert changed.nonzero()[0].tolist() == [2, 3, 4]
+
+
 @pytest.mark.parametrize("form", ["dense", "varlen"])
 def test_no_sequence_starts_from_anothers_slot(form):
-    """More accepted tokens than the sequence has in this call: its own slot, never a neighbour's."""
+    """More accepted tokens than the sequence has: its own slot, never a neighbour's."""
     call = make_update(FORMS[form], padded=False)
     lengths = np.diff(call.operands.get("cu_seqlens", np.arange(call.sizes.N + 1) * call.sizes.T))
     pool = np.random.default_rng(1).standard_normal(
