@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import chex
 import jax
@@ -11,6 +11,11 @@ import numpy as np
 
 from kda_contracts import ContractError, Operand, check
 from kda_jax import pools
+
+# What public functions take. A pool is an array, or a jax.Ref that is updated in place.
+Array = jax.Array | np.ndarray
+Pool = Array | jax.Ref
+Implementation = Literal["auto", "mosaic_gpu", "triton", "xla"]
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import itertools
 import math
 import sys
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kda_contracts import (
     CHECKPOINT,
@@ -59,7 +61,14 @@ DTYPE = Option("dtype", "dtype", "dtype of the weights", FLOATS)
 BLOCK = 2**24  # elements that are judged at a time
 
 
-def load_layer(path, layer, *, rank=0, ranks=1, dtype=None) -> tuple[KDAConfig, KDAParams]:
+def load_layer(
+    path: str | PathLike[str],
+    layer: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    dtype: DTypeLike | None = None,
+) -> tuple[KDAConfig, KDAParams]:
     """One KDA layer of a checkpoint: all of it, or what one tensor-parallel rank holds.
 
     Args:
@@ -91,7 +100,12 @@ def load_layer(path, layer, *, rank=0, ranks=1, dtype=None) -> tuple[KDAConfig, 
 
 
 def load_layers(
-    path, *, rank=0, ranks=1, dtype=None, progress=True
+    path: str | PathLike[str],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    dtype: DTypeLike | None = None,
+    progress: bool = True,
 ) -> tuple[KDAConfig, dict[int, KDAParams]]:
     """All KDA layers of a checkpoint.
 
@@ -116,7 +130,13 @@ def load_layers(
     return _load(path, None, rank, ranks, dtype, progress)
 
 
-def check_values(path, *, tp=1, every=False, progress=True) -> CheckpointReport:
+def check_values(
+    path: str | PathLike[str],
+    *,
+    tp: int = 1,
+    every: bool = False,
+    progress: bool = True,
+) -> CheckpointReport:
     """Judges a checkpoint's KDA layers by the headers, as `check_checkpoint` does, and by values.
 
     A_log must be finite or -inf, with zeros alone behind its heads; dt_bias must be finite.
@@ -192,7 +212,7 @@ def _opened(path):
         from safetensors import SafetensorError, safe_open  # an extra
     except ImportError as error:
         raise ImportError(
-            "reading weights needs safetensors: pip install 'kda-jax[checkpoint]'"
+            "reading weights needs safetensors: install kda-jax with the extra `checkpoint`"
         ) from error
     files = find_tensors(path)
     with ExitStack() as stack:

@@ -2,28 +2,31 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kda_contracts import PACKED_DECODE
 from kda_jax import call, dispatch, pools
+from kda_jax.call import Array, Implementation, Pool
 
 
 def packed_decode(
-    mixed_qkv,
-    a,
-    b,
-    A_log,
-    dt_bias,
-    initial_state,
-    ssm_state_indices,
+    mixed_qkv: Array,
+    a: Array,
+    b: Array,
+    A_log: Array,
+    dt_bias: Array,
+    initial_state: Pool,
+    ssm_state_indices: Array,
     *,
-    source_indices=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=False,
-    lower_bound=None,
-    out_dtype=None,
-    implementation="auto",
-):
+    source_indices: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array]:
     """One token of Kimi Delta Attention for each row of a batch, against a pool of recurrent states.
 
     For row n and value head h, with q and k of key head `h // (HV // H)` and S the state of slot

@@ -12,7 +12,8 @@ import kda_contracts
 from kda_contracts import AXES, Sizes, check
 from kda_jax import call, weights
 
-IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
+# In the order in which "auto" prefers them.
+IMPLEMENTATIONS: tuple[call.Implementation, ...] = ("mosaic_gpu", "triton", "xla")
 # Which operators have kernels. All others are XLA's alone.
 DECODE = ("packed_decode", "fused_sigmoid_gating_kda_update", "recurrent_kda", "kda_decode")
 PREFILL = ("chunk_kda", "kda_prefill")
@@ -32,7 +33,7 @@ class Choice:
     `tokens`: the number of tokens is best a multiple of this.
     """
 
-    name: str
+    name: call.Implementation
     rows: int = 1
     tokens: int = 1
 
@@ -125,7 +126,7 @@ def explain(op, *args, **kwargs) -> Explanation:
         )
     bound = inspect.signature(op).bind(*args, **kwargs)
     bound.apply_defaults()
-    given, letters = _opened(bound.arguments)
+    given, letters = _opened(contract, bound.arguments)
     implementation = given.get("implementation", "auto")
     known = {name: x for name, x in given.items() if name in contract.by_name}
     known = {name: x for name, x in known.items() if not _only_asks_for_a_result(name, x)}
@@ -148,13 +149,14 @@ def explain(op, *args, **kwargs) -> Explanation:
     return Explanation(chosen, reasons, sizes, _device_name())
 
 
-def _opened(arguments):
+def _opened(contract, arguments):
     """`(arguments, letters)`: a layer's weights, cache and config opened into operands and sizes."""
     given = dict(arguments)
-    params, config = given.pop("params", None), given.pop("config", None)
-    if config is None:
+    if "params" not in given:
         return given, {}
-    for holder in (params, given.pop("cache"), config):
+    params, cache, config = (given.pop(name) for name in ("params", "cache", "config"))
+    weights.require_containers(contract.name, params, cache, config)
+    for holder in (params, cache, config):
         values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
         given |= {name: x for name, x in values.items() if x is not None and name not in AXES}
     return given, weights.letters(config, params)

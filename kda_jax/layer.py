@@ -2,22 +2,29 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
 from kda_jax import dispatch, gates, pools
-from kda_jax.call import Maths
+from kda_jax.call import Array, Implementation, Maths
 from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import owners
-from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters
+from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters, require_containers
 
 
 def kda_decode(
-    params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfig, implementation="auto"
-):
+    params: KDAParams,
+    x: Array,
+    cache: KDACache,
+    slots: Array,
+    *,
+    config: KDAConfig,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, KDACache]:
     """One token of each row through the layer.
 
     Args:
@@ -49,6 +56,7 @@ def kda_decode(
     >>> y.shape, bool(y[1].any()), bool(cache.state[2].any())
     ((2, 16), False, True)
     """
+    require_containers(LAYER_DECODE.name, params, cache, config)
     operands = dict(x=x, slots=slots) | _arrays(params, cache)
     sizes = _judge(LAYER_DECODE, params, config, operands)
     choice = dispatch.choose(LAYER_DECODE, implementation, sizes, operands)
@@ -78,15 +86,15 @@ def kda_decode(
 
 def kda_prefill(
     params: KDAParams,
-    x,
+    x: Array,
     cache: KDACache,
-    slots,
-    cu_seqlens,
+    slots: Array,
+    cu_seqlens: Array,
     *,
     config: KDAConfig,
-    fresh=None,
-    implementation="auto",
-):
+    fresh: Array | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, KDACache]:
     """All tokens of sequences that lie end to end through the layer; each continues what its slot holds.
 
     Args:
@@ -117,6 +125,7 @@ def kda_prefill(
     >>> y.shape, cache.state.any((1, 2, 3)).tolist()
     ((5, 16), [True, False, True])
     """
+    require_containers(LAYER_PREFILL.name, params, cache, config)
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh) | _arrays(params, cache)
     sizes = _judge(LAYER_PREFILL, params, config, operands)
     choice = dispatch.choose(LAYER_PREFILL, implementation, sizes, operands)

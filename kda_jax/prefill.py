@@ -2,29 +2,32 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kda_contracts import CHUNK_KDA
 from kda_jax import call, dispatch, pools, prefill_xla
+from kda_jax.call import Array, Implementation, Pool
 from kda_jax.transforms import with_transforms_of
 
 
 def chunk_kda(
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    initial_state,
-    slots,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    initial_state: Pool,
+    slots: Array,
     *,
-    source_indices=None,
-    cu_seqlens=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=False,
-    out_dtype=None,
-    implementation="auto",
-):
+    source_indices: Array | None = None,
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array]:
     """The recurrence of `recurrent_kda` over long sequences: in chunks, in parallel where it can be. Differentiable.
 
     Dense: B = N sequences of T tokens. With `cu_seqlens`: B = 1, and N sequences of unequal length lie end to end

@@ -1,15 +1,20 @@
 """Sequences that lie end to end: their boundaries, checked on the host, and whose token is whose."""
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
+from kda_jax.call import Array
 
 
-def validate_cu_seqlens(cu_seqlens, total):
+def validate_cu_seqlens(
+    cu_seqlens: Array | Sequence[int],
+    total: int,
+) -> None:
     """Checks where sequences start and end, on the host, before a step: the ops check no value.
 
     Args:

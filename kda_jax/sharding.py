@@ -5,6 +5,7 @@ the output projections over the heads' axis.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kda_contracts import ContractError
+from kda_jax.call import Implementation
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.pools import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
@@ -74,9 +76,8 @@ def params_specs(params: KDAParams, heads) -> KDAParams:
     )
     specs |= dict(f_down=whole, f_up=last, b_proj=last, A_log=P(heads), dt_bias=P(heads))
     specs |= dict(g_down=whole, g_up=last, g_bias=P(heads), norm=whole)
-    return KDAParams(
-        **{name: None if getattr(params, name) is None else spec for name, spec in specs.items()}
-    )
+    cuts: Any = {name: None if getattr(params, name) is None else x for name, x in specs.items()}
+    return KDAParams(**cuts)
 
 
 def cache_specs(heads, rows=None) -> KDACache:
@@ -94,7 +95,8 @@ def cache_specs(heads, rows=None) -> KDACache:
     >>> tuple(cache_specs("tp", "dp").state)
     ('dp', 'tp', None, None)
     """
-    return KDACache(conv=P(rows, heads, None), state=P(rows, heads, None, None))
+    cuts: Any = dict(conv=P(rows, heads, None), state=P(rows, heads, None, None))
+    return KDACache(**cuts)
 
 
 def split_packed(x, shards, config: KDAConfig, *, axis=-1):
@@ -211,7 +213,13 @@ def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads,
 
 
 def sharded_decode(
-    mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"
+    mesh,
+    config: KDAConfig,
+    params: KDAParams,
+    *,
+    heads,
+    rows=None,
+    implementation: Implementation = "auto",
 ):
     """`kda_decode` over a mesh.
 
@@ -251,7 +259,13 @@ def sharded_decode(
 
 
 def sharded_prefill(
-    mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"
+    mesh,
+    config: KDAConfig,
+    params: KDAParams,
+    *,
+    heads,
+    rows=None,
+    implementation: Implementation = "auto",
 ):
     """`kda_prefill` over a mesh.
 

@@ -1,14 +1,22 @@
 """Slots of the state pool: checked, padded, cleared, narrowed."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
 from kda_jax import pools
+from kda_jax.call import Array, Pool
 
 
-def validate_slots(indices, num_slots, source_indices=None):
+def validate_slots(
+    indices: Array | Sequence[int],
+    num_slots: int,
+    source_indices: Array | Sequence[int] | None = None,
+) -> None:
     """Checks a batch's slots on the host, before a step: the op itself checks no value, so that nothing synchronizes.
 
     Args:
@@ -65,7 +73,10 @@ def validate_slots(indices, num_slots, source_indices=None):
         raise ContractError("\n  ".join([f"kda_jax.validate_slots: {rows} the contract", *shown]))
 
 
-def pad_slots(indices, B):
+def pad_slots(
+    indices: Array | Sequence[int],
+    B: int,
+) -> Array:
     """A batch's slots padded with -1 to B rows, for a step that was compiled for B: no stale index stays behind.
 
     Args:
@@ -81,16 +92,19 @@ def pad_slots(indices, B):
     >>> pad_slots([4, 2, 0], 5)
     array([ 4,  2,  0, -1, -1], dtype=int32)
     """
-    indices = _signed("pad_slots", indices)
-    if indices.shape[0] > B:
+    slots = _signed("pad_slots", indices)
+    if slots.shape[0] > B:
         raise ContractError(
-            f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {indices.shape})"
+            f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {slots.shape})"
         )
-    library = jnp if isinstance(indices, jax.Array) else np
-    return library.pad(indices, (0, B - indices.shape[0]), constant_values=-1)
+    library = jnp if isinstance(slots, jax.Array) else np
+    return library.pad(slots, (0, B - slots.shape[0]), constant_values=-1)
 
 
-def clear_slots(pool, indices):
+def clear_slots(
+    pool: Pool,
+    indices: Array | Sequence[int],
+) -> jax.Array:
     """Zeroes the state of some slots, as a new request wants it: a freed slot keeps its last tenant's state.
 
     Args:
@@ -124,7 +138,7 @@ def _clear(pool, slots):
     return pools.closed(pool, pools.write(state, slots, jnp.zeros((), state.dtype)))
 
 
-def _signed(name, indices):
+def _signed(name, indices) -> Any:
     """`[n]` signed integers as an array, or a ContractError; a list becomes int32, or int64 where it must."""
     if not hasattr(indices, "dtype"):
         listed = np.asarray(indices)

@@ -2,35 +2,37 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError
 from kda_jax import call, dispatch, pools
+from kda_jax.call import Array, Implementation, Pool
 
 
 def fused_sigmoid_gating_kda_update(
-    A_log,
-    dt_bias,
-    q,
-    k,
-    v,
-    a,
-    b,
-    initial_state_source,
-    initial_state_indices,
+    A_log: Array | None,
+    dt_bias: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    b: Array,
+    initial_state_source: Pool,
+    initial_state_indices: Array,
     *,
-    cu_seqlens=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=True,
-    lower_bound=None,
-    softplus_beta=1.0,
-    softplus_threshold=20.0,
-    allow_neg_eigval=False,
-    update_state=True,
-    intermediate_states=False,
-    num_accepted_tokens=None,
-    out_dtype=None,
-    implementation="auto",
-):
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    lower_bound: float | None = None,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    allow_neg_eigval: bool = False,
+    update_state: bool = True,
+    intermediate_states: bool | Array = False,
+    num_accepted_tokens: Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, ...]:
     """Kimi Delta Attention over one or several tokens of each sequence, with its gates, against a pool of states.
 
     The recurrence, the gates and the rules of slots are those of `packed_decode`, token after token. The state is read
@@ -125,23 +127,23 @@ def fused_sigmoid_gating_kda_update(
 
 
 def recurrent_kda(
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    initial_state,
-    slots,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    initial_state: Pool,
+    slots: Array,
     *,
-    cu_seqlens=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=False,
-    update_state=True,
-    intermediate_states=False,
-    num_accepted_tokens=None,
-    out_dtype=None,
-    implementation="auto",
-):
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    update_state: bool = True,
+    intermediate_states: bool | Array = False,
+    num_accepted_tokens: Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, ...]:
     """The recurrence of Kimi Delta Attention for whoever has the decay and beta already, against a pool of states.
 
     Args:
@@ -192,7 +194,14 @@ def recurrent_kda(
     )
 
 
-def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
+def commit(
+    pool: Pool,
+    intermediate: Array,
+    slots: Array,
+    num_accepted: Array,
+    *,
+    cu_seqlens: Array | None = None,
+) -> jax.Array:
     """Advances the pool by the accepted tokens of a verified draft, and by no others.
 
     Args:

@@ -155,7 +155,7 @@ def environment(commit):
     }
 
 
-def compile_seconds(implementation="auto"):
+def compile_seconds(implementation: kda_jax.Implementation = "auto"):
     """{layers: seconds to lower and compile one step of so many layers}, pools in a list, as Kimi-K3 has 69 of them."""
     seconds = {}
     for layers in (1, 69):

@@ -85,7 +85,7 @@ def test_the_shapes_of_an_implementations_operands_are_the_tables():
 
 def test_the_shapes_beside_the_layers_fields_are_the_tables():
     source = (Path(kda_jax.__file__).parent / "weights.py").read_text()
-    fields = re.findall(r"^    (\w+): Leaf(?: = None)?  # (\[.*?\])", source, re.M)
+    fields = re.findall(r"^    (\w+): jax\.Array(?: \| None = None)?  # (\[.*?\])", source, re.M)
     assert len(fields) == 18
     for name, shape in fields:
         expected = LAYER_DECODE.by_name[name].expected
