@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kda_jax
-from kda_contracts import Sizes
+from kda_contracts import PACKED_DECODE, Sizes
 from kda_jax import sharding
 from kda_jax.tools.bench import OPTIONS, environment
 from kda_jax.tools.synthetic import HEAD_DIMENSION, MODELS, random_operands
@@ -137,6 +137,12 @@ def boundaries(cut, lengths):
     return put(cut, ends, P(cut.rows, None)) if cut.rows else put(cut, ends[0], P())
 
 
+def recurrence_specs(cut):
+    """The cuts of the operands that a call must have, and those of its results."""
+    operands, results = sharding.specs(PACKED_DECODE, heads=cut.heads, rows=cut.rows)
+    return {x.name: operands[x.name] for x in PACKED_DECODE.operands if x.required}, results
+
+
 def recurrence_step(cut):
     """(pool, other operands) -> (out, pool), cut so."""
 
@@ -150,7 +156,7 @@ def recurrence_step(cut):
 
     if cut.heads is cut.rows is None:
         return step
-    operands, results = sharding.packed_decode_specs(cut.heads, cut.rows)
+    operands, results = recurrence_specs(cut)
     pool = operands.pop("initial_state")
     return jax.shard_map(
         step, mesh=cut.mesh, in_specs=(pool, operands), out_specs=results, check_vma=False
@@ -158,7 +164,7 @@ def recurrence_step(cut):
 
 
 def put_operands(cut, x, config):
-    specs, _ = sharding.packed_decode_specs(cut.heads, cut.rows)
+    specs, _ = recurrence_specs(cut)
     x = x | dict(mixed_qkv=sharding.split_packed(x["mixed_qkv"], cut.shards(cut.heads), config))
     return {name: put(cut, value, specs[name]) for name, value in x.items()}
 
@@ -370,7 +376,7 @@ def scale_recurrence(report, one, cuts, n, quick, layers=2):
     def build(cut):
         recurrence, (_, specs) = (
             recurrence_step(cut),
-            sharding.packed_decode_specs(cut.heads, cut.rows),
+            recurrence_specs(cut),
         )
         pools = [zeros(cut, shapes[1], specs[1]) for _ in operands]
         inputs = [put_operands(cut, x, config) for x in operands]

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from kda_contracts import (
     CHECKPOINT,
+    FLOATS,
     BadFileError,
     CheckpointReport,
     ContractError,
@@ -22,13 +23,12 @@ from kda_contracts import (
     Option,
     check_checkpoint,
     find_tensors,
+    judge_option,
     normalize_A_log,
     normalize_dt_bias,
+    printable,
+    read_json,
 )
-from kda_contracts.cli import text as report_text
-from kda_contracts.kda import FLOATS
-from kda_contracts.options import judge_option
-from kda_contracts.safetensors_header import printable, read_json
 from kda_jax.weights import KDAConfig, KDAParams, config_from_hf
 
 # A tensor's name -> the field of KDAParams, and what makes the one the other. Where it is cut stands in CHECKPOINT.
@@ -195,7 +195,7 @@ def _chosen(report, wanted):
         known = ", ".join(str(layer.index) for layer in report.layers)
         raise ContractError(f"{report.path}: layer {wanted} is no KDA layer; those are {known}")
     if report.faults or any(layer.faults for layer in layers):
-        raise ContractError(report_text(dataclasses.replace(report, layers=tuple(layers))))
+        raise ContractError(str(dataclasses.replace(report, layers=tuple(layers))))
     for one, other in itertools.pairwise(layers):  # they are sorted
         if one.index == other.index:
             names = f"{one.prefix} and {other.prefix}"

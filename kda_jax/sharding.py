@@ -1,7 +1,7 @@
 """The layer over several devices: heads over one axis of a mesh, slots and the batch over another.
 
-Everything but the output projection works on a device's own heads and slots, so a step has one collective: the sum of
-the output projections over the heads' axis.
+Everything but the output projection works on a device's own heads and slots, so a step has one
+collective: the sum of the output projections over the heads' axis.
 """
 
 import dataclasses
@@ -12,46 +12,50 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kda_contracts import ContractError
+from kda_contracts import LAYER_DECODE, Contract, ContractError, split_heads
 from kda_jax.call import Implementation
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.pools import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
-def packed_decode_specs(heads, rows=None):
-    """How each operand and result of `packed_decode` is cut.
+def specs(contract: Contract, *, heads, rows=None):
+    """How each operand and result of an operator is cut, as its table's axes say.
 
     Args:
-      heads: the mesh axis of the heads, or None. rows: the mesh axis of the slots and the batch, or None.
+      contract: a table of `kda_contracts`, such as `PACKED_DECODE`.
+      heads: the mesh axis of the heads, or None.
+      rows: the mesh axis of the slots and the batch, or None.
 
     Returns:
-      `(operands, results)`: a dict of PartitionSpecs by argument, and those of `(out, state)`. `mixed_qkv` must be in
-      `split_packed`'s order, or a cut tears its heads apart; slots are local (`local_slots`).
+      `(operands, results)`: a dict of PartitionSpecs by name, optional operands included, and a
+      tuple of them. A packed axis, such as that of `mixed_qkv`, must be in `split_packed`'s order:
+      otherwise a shard gets parts of heads. Slots are local (`local_slots`).
 
     Raises:
       Nothing.
 
-    >>> tuple(packed_decode_specs("tp")[0]["dt_bias"])
-    ('tp',)
+    >>> from kda_contracts import PACKED_DECODE
+    >>> operands, (out, state) = specs(PACKED_DECODE, heads="tp", rows="dp")
+    >>> tuple(operands["dt_bias"]), tuple(operands["source_indices"]), tuple(state)
+    (('tp',), ('dp',), ('dp', 'tp', None, None))
     """
-    operands = dict(
-        mixed_qkv=P(rows, heads),
-        a=P(rows, heads),
-        b=P(rows, heads),
-        A_log=P(heads),
-        dt_bias=P(heads),
-        initial_state=P(rows, heads, None, None),
-        ssm_state_indices=P(rows),
-    )
-    return operands, (P(rows, None, heads, None), P(rows, heads, None, None))
+    operands = {operand.name: _spec(operand, heads, rows) for operand in contract.operands}
+    return operands, tuple(_spec(result, heads, rows) for result in contract.results)
+
+
+def _spec(operand, heads, rows):
+    if operand.cut is operand.rows is None:
+        return P()
+    at = {operand.rows: rows, operand.cut: heads}
+    return P(*(at.get(axis) for axis in range(len(operand.axes.split()))))
 
 
 def params_specs(params: KDAParams, heads) -> KDAParams:
-    """How each weight of a layer is cut over the mesh axis `heads`: a `KDAParams` of PartitionSpecs, for its weights.
+    """How each weight of a layer is cut over the mesh axis `heads`.
 
     Args:
-      params: `KDAParams`, arrays or shapes. heads: the mesh axis, or None for weights that every device has whole.
+      params: `KDAParams`, arrays or shapes. heads: the mesh axis, or None for whole weights.
 
     Returns:
       `KDAParams` of PartitionSpecs, None where a weight is None.
@@ -64,24 +68,15 @@ def params_specs(params: KDAParams, heads) -> KDAParams:
     >>> tuple(params_specs(init_params(config, jax.random.key(0)), "tp").o_proj)
     ('tp', None)
     """
-    last, first, whole = P(None, heads), P(heads, None), P()
-    specs = dict(
-        q_proj=last,
-        k_proj=last,
-        v_proj=last,
-        q_conv=first,
-        k_conv=first,
-        v_conv=first,
-        o_proj=first,
-    )
-    specs |= dict(f_down=whole, f_up=last, b_proj=last, A_log=P(heads), dt_bias=P(heads))
-    specs |= dict(g_down=whole, g_up=last, g_bias=P(heads), norm=whole)
-    cuts: Any = {name: None if getattr(params, name) is None else x for name, x in specs.items()}
-    return KDAParams(**cuts)
+    cuts, _ = specs(LAYER_DECODE, heads=heads)
+    fields: Any = {name: None if x is None else cuts[name] for name, x in vars(params).items()}
+    return KDAParams(**fields)
 
 
 def cache_specs(heads, rows=None) -> KDACache:
-    """How a layer's pools are cut; each device's channels of `conv` are q, k and v of its own heads (`split_packed`).
+    """How a layer's two pools are cut.
+
+    Each device's channels of `conv` are q, k and v of its own heads (`split_packed`).
 
     Args:
       heads: the mesh axis of the heads, or None. rows: the mesh axis of the slots, or None.
@@ -95,16 +90,17 @@ def cache_specs(heads, rows=None) -> KDACache:
     >>> tuple(cache_specs("tp", "dp").state)
     ('dp', 'tp', None, None)
     """
-    cuts: Any = dict(conv=P(rows, heads, None), state=P(rows, heads, None, None))
-    return KDACache(**cuts)
+    cuts, _ = specs(LAYER_DECODE, heads=heads, rows=rows)
+    fields: Any = {name: cuts[name] for name in ("conv", "state")}
+    return KDACache(**fields)
 
 
-def split_packed(x, shards, config: KDAConfig, *, axis=-1):
-    """A packed axis `q | k | v` in the order in which a contiguous cut gives each shard its heads: q0 k0 v0 | q1 ...
+def split_packed(x, ranks, config: KDAConfig, *, axis=-1):
+    """A packed axis `q | k | v` in the order q0 k0 v0 | q1 ...: a cut gives each shard its heads.
 
     Args:
       x: any array with `2*H*K+HV*V` elements along the axis: `mixed_qkv`, a convolution's pool or its kernel.
-      shards: devices that the heads are cut over; must divide H and HV.
+      ranks: shards that the heads are split over; must divide H and HV.
       config: for H, HV, K, V of the whole.
       axis: the packed one.
 
@@ -118,10 +114,10 @@ def split_packed(x, shards, config: KDAConfig, *, axis=-1):
     >>> split_packed(jnp.array([10, 11, 20, 21, 30, 31]), 2, config).tolist()
     [10, 20, 30, 11, 21, 31]
     """
-    return _reorder("split_packed", x, shards, config, axis, shards_first=False)
+    return _reorder("split_packed", x, ranks, config, axis, ranks_first=False)
 
 
-def join_packed(x, shards, config: KDAConfig, *, axis=-1):
+def join_packed(x, ranks, config: KDAConfig, *, axis=-1):
     """The way back from `split_packed`: q of all heads, k of all, v of all.
 
     Args, Returns, Raises: as `split_packed`.
@@ -130,39 +126,33 @@ def join_packed(x, shards, config: KDAConfig, *, axis=-1):
     >>> join_packed(jnp.array([10, 20, 30, 11, 21, 31]), 2, config).tolist()
     [10, 11, 20, 21, 30, 31]
     """
-    return _reorder("join_packed", x, shards, config, axis, shards_first=True)
+    return _reorder("join_packed", x, ranks, config, axis, ranks_first=True)
 
 
-def _reorder(name, x, shards, config, axis, *, shards_first):
+def _reorder(name, x, ranks, config, axis, *, ranks_first):
     c = config
-    _refuse_torn_heads(name, config, shards)
+    H, HV = split_heads(c.H, c.HV, ranks)
     if x.shape[axis] != c.channels:
         raise ContractError(
-            f"kda_jax.{name}: axis {axis} must have 2*H*K+HV*V = {c.channels} elements (got {x.shape[axis]})"
+            f"kda_jax.{name}: axis {axis} must have 2*H*K+HV*V = {c.channels} elements "
+            f"(got {x.shape[axis]})"
         )
     x = jnp.moveaxis(x, axis, -1)
-    parts = (c.H * c.K // shards, c.H * c.K // shards, c.HV * c.V // shards)
-    if shards_first:
-        pieces = jnp.split(x.reshape(*x.shape[:-1], shards, -1), [parts[0], 2 * parts[0]], axis=-1)
+    parts = (H * c.K, H * c.K, HV * c.V)
+    if ranks_first:
+        pieces = jnp.split(x.reshape(*x.shape[:-1], ranks, -1), [parts[0], 2 * parts[0]], axis=-1)
         x = jnp.concatenate([y.reshape(*x.shape[:-1], -1) for y in pieces], axis=-1)
     else:
-        pieces = jnp.split(x, [shards * parts[0], 2 * shards * parts[0]], axis=-1)
+        pieces = jnp.split(x, [ranks * parts[0], 2 * ranks * parts[0]], axis=-1)
         split = [
-            y.reshape(*x.shape[:-1], shards, part) for y, part in zip(pieces, parts, strict=True)
+            y.reshape(*x.shape[:-1], ranks, part) for y, part in zip(pieces, parts, strict=True)
         ]
         x = jnp.concatenate(split, axis=-1).reshape(x.shape)
     return jnp.moveaxis(x, -1, axis)
 
 
-def _refuse_torn_heads(name, config, shards):
-    if shards < 1 or config.H % shards or config.HV % shards:
-        raise ContractError(
-            f"kda_jax.{name}: H={config.H} and HV={config.HV} heads cannot be cut over {shards} shards"
-        )
-
-
 def local_slots(indices, shard, slots_per_shard):
-    """A shard's own slot numbers from global ones: a row of another shard becomes a padded row, like a padded one.
+    """A shard's own slot numbers from global ones; a row of another shard becomes a padded row.
 
     Args:
       indices: `[B]` signed integers, a NumPy or JAX array; the slots of the whole pool.
@@ -183,7 +173,7 @@ def local_slots(indices, shard, slots_per_shard):
 
 
 def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads, rows=None):
-    """A whole layer's weights and cache, put on a mesh as `sharded_decode` and `sharded_prefill` want them.
+    """A whole layer's weights and cache on a mesh, as `sharded_decode` and `sharded_prefill` want.
 
     Args:
       params: `KDAParams`, whole. cache: `KDACache`, whole, its `conv` in the order q | k | v.
@@ -201,8 +191,8 @@ def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads,
     >>> tuple(place(params, cache, mesh, config, heads="tp")[1].state.sharding.spec)
     (None, 'tp', None, None)
     """
-    shards = 1 if heads is None else mesh.shape[heads]
-    cache = dataclasses.replace(cache, conv=split_packed(cache.conv, shards, config, axis=1))
+    ranks = 1 if heads is None else mesh.shape[heads]
+    cache = dataclasses.replace(cache, conv=split_packed(cache.conv, ranks, config, axis=1))
 
     def put(x, spec):
         return jax.device_put(x, NamedSharding(mesh, spec))
@@ -229,9 +219,10 @@ def sharded_decode(
       implementation: of the recurrence.
 
     Returns:
-      A function `(params, x, cache, slots) -> (y, cache)` for `jit`, with everything as `place` puts it, `x` `[B, D]`
-      and `slots` `[B]` (on a mesh of Explicit axes they must be placed too). Slots are global; with `rows`, a row's
-      slot must be one of the shard that the row is on, or the row is a padded one there.
+      A function `(params, x, cache, slots) -> (y, cache)` for `jit`, with everything as `place`
+      puts it, `x` `[B, D]` and `slots` `[B]` (on a mesh of Explicit axes they must be placed too).
+      Slots are global; with `rows`, a row's slot must be one of the shard that the row is on, or
+      the row is a padded one there.
 
     Raises:
       ContractError: as `kda_decode`, and for heads that cannot be cut so.
@@ -244,7 +235,8 @@ def sharded_decode(
     >>> step(params, jnp.ones((2, 16), jnp.bfloat16), cache, jnp.array([3, 0]))[0].shape
     (2, 16)
     """
-    _refuse_torn_heads("sharded_decode", config, 1 if heads is None else mesh.shape[heads])
+    split_heads(config.H, config.HV, 1 if heads is None else mesh.shape[heads])
+    cuts, (y,) = specs(LAYER_DECODE, heads=heads, rows=rows)
     cache = cache_specs(heads, rows)
 
     def step(params, x, cache, slots):
@@ -252,10 +244,8 @@ def sharded_decode(
         y, cache = kda_decode(params, x, cache, slots, config=config, implementation=implementation)
         return _summed(y, heads), cache
 
-    specs = (params_specs(params, heads), P(rows, None), cache, P(rows))
-    return jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False
-    )
+    cuts = (params_specs(params, heads), cuts["x"], cache, cuts["slots"])
+    return jax.shard_map(step, mesh=mesh, in_specs=cuts, out_specs=(y, cache), check_vma=False)
 
 
 def sharded_prefill(
@@ -273,9 +263,10 @@ def sharded_prefill(
       mesh, config, params, heads, rows, implementation: as `sharded_decode`.
 
     Returns:
-      A function `(params, x, cache, slots, cu_seqlens, fresh=None) -> (y, cache)` for `jit`. Without `rows`, `x` is
-      `[T, D]`, `slots` `[N]`, `cu_seqlens` `[N+1]`. With R shards of rows, each has T/R tokens and N/R sequences of its
-      own, end to end from its first token, and `cu_seqlens` is `[R, N/R+1]`.
+      A function `(params, x, cache, slots, cu_seqlens, fresh=None) -> (y, cache)` for `jit`.
+      Without `rows`, `x` is `[T, D]`, `slots` `[N]`, `cu_seqlens` `[N+1]`. With R shards of rows,
+      each has T/R tokens and N/R sequences of its own, end to end from its first token, and
+      `cu_seqlens` is `[R, N/R+1]`.
 
     Raises:
       ContractError: as `kda_prefill`, and for heads that cannot be cut so.
@@ -285,10 +276,11 @@ def sharded_prefill(
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
     >>> params, cache = place(params, cache, mesh, config, heads="tp")
     >>> step = jax.jit(sharded_prefill(mesh, config, params, heads="tp"), donate_argnums=2)
-    >>> step(params, jnp.ones((5, 16), jnp.bfloat16), cache, jnp.array([3, 0]), jnp.array([0, 3, 5]))[0].shape
+    >>> x, slots, bounds = jnp.ones((5, 16)), jnp.array([3, 0]), jnp.array([0, 3, 5])
+    >>> step(params, x, cache, slots, bounds)[0].shape
     (5, 16)
     """
-    _refuse_torn_heads("sharded_prefill", config, 1 if heads is None else mesh.shape[heads])
+    split_heads(config.H, config.HV, 1 if heads is None else mesh.shape[heads])
     cache = cache_specs(heads, rows)
 
     def step(params, x, cache, slots, cu_seqlens, fresh):
@@ -298,10 +290,11 @@ def sharded_prefill(
         y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, **options)
         return _summed(y, heads), cache
 
-    bounds = P() if rows is None else P(rows, None)
-    specs = (params_specs(params, heads), P(rows, None), cache, P(rows), bounds, P(rows))
+    # Not the table's cuts: each shard of rows has tokens and boundaries of its own.
+    tokens, bounds = P(rows, None), P() if rows is None else P(rows, None)
+    cuts = (params_specs(params, heads), tokens, cache, P(rows), bounds, P(rows))
     over_mesh = jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=(P(rows, None), cache), check_vma=False
+        step, mesh=mesh, in_specs=cuts, out_specs=(tokens, cache), check_vma=False
     )
 
     def prefill(params, x, cache, slots, cu_seqlens, fresh=None):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kda_contracts import ContractError, layer_numbers
+from kda_contracts import KDA_CONFIG, ContractError, check, layer_numbers, split_heads
 
 
 def _shown(self):
@@ -18,7 +18,7 @@ def _shown(self):
 
 
 def _form(x):
-    """ "float32[4, 64]"; what stands for an array, such as a PartitionSpec, as it shows itself."""
+    """An array as in `float32[4, 64]`; what stands for one, such as a PartitionSpec, as it is."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
     return f"{x!r:.60}"
@@ -26,10 +26,10 @@ def _form(x):
 
 @dataclass(frozen=True)
 class KDAConfig:
-    """The static numbers of a KDA layer, by the letters of the legend.
+    """The static numbers of a KDA layer, by the letters of the legend, judged when it is made.
 
-    `lower_bound`: None for the softplus gate, else that of the safe gate. `gate_rank`: V for an output gate of low
-    rank, None for a full one.
+    `lower_bound`: None for the softplus gate, else that of the safe gate. `gate_rank`: V for an
+    output gate of low rank, None for a full one. A wrong number is a ContractError.
     """
 
     D: int
@@ -42,6 +42,9 @@ class KDAConfig:
     norm_eps: float = 1e-5
     gate_rank: int | None = None
 
+    def __post_init__(self):
+        check(KDA_CONFIG, **vars(self))
+
     @property
     def channels(self):
         """Channels of the short convolution: q of all H heads, k of all H, v of all HV."""
@@ -53,8 +56,8 @@ class KDAConfig:
 class KDAParams:
     """The weights of one layer, as `x @ w` takes them; any float dtype, `A_log` and `dt_bias` best in float32.
 
-    `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias`, which FLA's own layer has and
-    the released models have not, may be None.
+    `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias` may be None:
+    FLA's own layer has it, and the released models do not.
     """
 
     q_proj: jax.Array  # [D, H*K]
@@ -119,14 +122,14 @@ def config_from_hf(config: dict[str, Any]) -> KDAConfig:
     """The config of a model's KDA layers.
 
     Args:
-      config: what `config.json` holds, a dict: Kimi-Linear, Kimi-K3 or GLM-5.3 (with `linear_attn_config`, also inside
-        `text_config`), or FLA's (`model_type` "kda").
+      config: what `config.json` holds, a dict: Kimi-Linear, Kimi-K3 or GLM-5.3 (with
+        `linear_attn_config`, also inside `text_config`), or FLA's (`model_type` "kda").
 
     Returns:
       `KDAConfig`.
 
     Raises:
-      BadFileError: it is no KDA model's config, or a number is missing.
+      BadFileError: it is no KDA model's config, or a number is missing or wrong.
 
     >>> linear = dict(num_heads=32, head_dim=128, short_conv_kernel_size=4, kda_layers=[1, 2, 3])
     >>> config_from_hf(dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)).channels
@@ -149,23 +152,21 @@ def init_cache(
       config: the layer's.
       num_slots: S.
       ranks: of tensor parallelism; the cache is one rank's, with its part of the heads.
-      state_dtype: of the recurrent states. conv_dtype: of the convolution's inputs, best the activations' own.
+      state_dtype: of the recurrent states.
+      conv_dtype: of the convolution's inputs, best the activations' own.
 
     Returns:
       `KDACache`: `conv` `[S, 2*H*K+HV*V, W-1]`, `state` `[S, HV, V, K]`.
 
     Raises:
-      ContractError: the heads cannot be split over so many ranks.
+      ContractError: the heads cannot be split over `ranks` ranks.
 
     >>> cache = init_cache(KDAConfig(D=16, H=1, HV=2, K=8, V=4), 3)
     >>> cache.conv.shape, cache.state.shape
     ((3, 24, 3), (3, 2, 4, 8))
     """
-    if ranks < 1 or config.H % ranks or config.HV % ranks:
-        raise ContractError(
-            f"kda_jax.init_cache: H={config.H} and HV={config.HV} heads cannot be split over {ranks} ranks"
-        )
-    c = dataclasses.replace(config, H=config.H // ranks, HV=config.HV // ranks)
+    H, HV = split_heads(config.H, config.HV, ranks)
+    c = dataclasses.replace(config, H=H, HV=HV)
     return KDACache(
         conv=jnp.zeros((num_slots, c.channels, c.W - 1), conv_dtype),
         state=jnp.zeros((num_slots, c.HV, c.V, c.K), state_dtype),

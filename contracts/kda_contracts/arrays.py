@@ -1,4 +1,4 @@
-"""What an array says of itself, whatever library it comes from: NumPy, JAX, torch, a tracer, a ShapeDtypeStruct."""
+"""What an array says of itself: of NumPy, JAX or torch, a tracer, or a shape without values."""
 
 import math
 import operator
@@ -9,13 +9,15 @@ from dataclasses import dataclass
 class ArrayFacts:
     """Shape, dtype name, strides and device of one array-like.
 
-    `strides` counts elements and is None where the framework owns the layout (JAX); `device` is None but for torch.
+    `strides` counts elements, and is None where the framework owns the layout (JAX). `device` is
+    None except for torch. `library` is the name that its functions are called under.
     """
 
     shape: tuple
     dtype: str
     strides: tuple | None = None
     device: str | None = None
+    library: str = "jnp"
 
     @property
     def ndim(self):
@@ -39,7 +41,14 @@ def is_array(x):
 
 def facts(x):
     """ArrayFacts of an array-like (anything with `.shape` and `.dtype`)."""
-    return ArrayFacts(tuple(map(_dimension, x.shape)), dtype_name(x.dtype), _strides(x), _device(x))
+    root = type(x).__module__.partition(".")[0]
+    return ArrayFacts(
+        shape=tuple(map(_dimension, x.shape)),
+        dtype=dtype_name(x.dtype),
+        strides=_strides(x),
+        device=str(x.device) if root == "torch" else None,
+        library={"numpy": "np", "torch": "torch"}.get(root, "jnp"),
+    )
 
 
 def dtype_name(dtype):
@@ -56,6 +65,10 @@ def dtype_name(dtype):
 def known(dimension):
     """Whether a dimension is a plain number: symbolic ones are never compared."""
     return isinstance(dimension, int)
+
+
+def differ(got, wanted):
+    return known(got) and known(wanted) and got != wanted
 
 
 def shape_text(shape):
@@ -92,7 +105,3 @@ def _strides(x):
         return tuple(stride())
     strides = getattr(x, "strides", None)  # NumPy: in bytes
     return tuple(s // x.itemsize for s in strides) if isinstance(strides, tuple) else None
-
-
-def _device(x):
-    return str(x.device) if type(x).__module__.partition(".")[0] == "torch" else None

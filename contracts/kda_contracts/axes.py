@@ -1,7 +1,7 @@
 """The axis legend: one letter, one meaning, everywhere in code, docstrings, errors and tests."""
 
 AXES = {
-    "B": "rows of the decode batch (requests), padded rows included; 1 where sequences lie end to end (varlen)",
+    "B": "rows of the decode batch, padded rows included; 1 where sequences lie end to end (varlen)",
     "T": "tokens per row (varlen: of all sequences together)",
     "N": "sequences",
     "S": "slots of the state pool",
@@ -10,6 +10,7 @@ AXES = {
     "K": "head dimension of q and k",
     "V": "head dimension of v",
     "W": "width of the short convolution",
+    "C": "channels of the short convolution, 2*H*K+HV*V of a layer's",
     "D": "hidden size of the model",
     "R": "rank of the forget gate's two projections",
 }

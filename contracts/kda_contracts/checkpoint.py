@@ -1,17 +1,22 @@
-"""A checkpoint judged before it is loaded: the KDA layers of a folder or file in safetensors form, by their headers."""
+"""A checkpoint judged before it is loaded: its KDA layers, by the headers of safetensors files.
+
+Over 350 lines, since the report and what it is made of belong together.
+"""
 
 import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeGuard
 
 from kda_contracts import remedy
 from kda_contracts.arrays import ArrayFacts, shape_text
-from kda_contracts.kda import CHECKPOINT
+from kda_contracts.heads import split_heads
+from kda_contracts.judge import ContractError, check
+from kda_contracts.layer import CHECKPOINT, KDA_CONFIG, LOWER_BOUND, NORM_EPS
 from kda_contracts.normalize import padded
-from kda_contracts.safetensors_header import BadFileError, read_header, read_json
-from kda_contracts.spec import Tensor
+from kda_contracts.options import judge_option, shown_value
+from kda_contracts.safetensors_header import BadFileError, printable, read_header, read_json
+from kda_contracts.spec import Operand
 
 LAYER = re.compile(
     r"(?P<prefix>(?:.*\.)?layers\.(?P<index>\d{1,6})\.(?:self_attn|attn|linear_attn))\.(?P<tensor>.+)",
@@ -24,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with one tensor (or a whole layer, with tensor ""): what, and the remedy where one is known."""
+    """One thing wrong with one tensor, or with tensor "" a whole layer; the remedy, if known."""
 
     tensor: str
     message: str
@@ -33,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One KDA layer: its number in the names, where it stands, its layout, what is worth knowing, what is wrong."""
+    """One KDA layer: its number, where its names begin, its layout, what to know, what is wrong."""
 
     index: int
     prefix: str
@@ -44,7 +49,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What `check_checkpoint` found. `rank` is {tensor: shape} that each of `tp` ranks would hold."""
+    """What `check_checkpoint` found; `str()` of it is what the command prints.
+
+    `rank` is {tensor: shape} that each of `tp` ranks would hold.
+    """
 
     path: str
     sizes: dict
@@ -58,17 +66,50 @@ class CheckpointReport:
     def ok(self):
         return not self.faults and not any(layer.faults for layer in self.layers)
 
+    def __str__(self):
+        """A line a layer, then every fault with its remedy, then a rank's share."""
+        sizes = ", ".join(
+            f"{letter}={self.sizes[letter]}" for letter in ("H", "HV", "K", "V", "D", "W")
+        )
+        gate = (
+            "softplus gate"
+            if self.lower_bound is None
+            else f"safe gate, lower_bound {self.lower_bound}"
+        )
+        lines = [
+            f"{self.path}: {len(self.layers)} KDA layer{'s' * (len(self.layers) != 1)}, "
+            f"{sizes}, {gate}"
+        ]
+        for layer in self.layers:
+            verdict = "ok" if not layer.faults else f"{len(layer.faults)} wrong"
+            lines.append(
+                f"  layer {layer.index:<4} {verdict:<8} {'; '.join((layer.layout, *layer.notes))}"
+            )
+        faults = [*self.faults, *(fault for layer in self.layers for fault in layer.faults)]
+        for fault in faults:
+            lines.append(f"  {fault.message}.")
+            if fault.remedy:
+                lines.append(f"      {fault.remedy}")
+        if self.rank and not faults:
+            lines.append(
+                f"  each of {self.tp} ranks holds, a layer:" if self.tp > 1 else "  a layer holds:"
+            )
+            lines += [f"      {name:<16} {shape_text(shape)}" for name, shape in self.rank.items()]
+        return "\n".join(map(printable, lines))
+
 
 def check_checkpoint(path, tp=1) -> CheckpointReport:
     """Judges the KDA layers of a checkpoint by its headers; no weight is read.
 
     Args:
-      path: a safetensors file, or a folder of them (with `model.safetensors.index.json` where there are several);
-        `config.json` beside it. Nothing outside that folder is followed, but for the blobs of a hub cache.
+      path: a safetensors file, or a folder of them (with `model.safetensors.index.json` where there
+        are several); `config.json` beside it. Nothing outside that folder is followed, except the
+        blobs of a hub cache.
       tp: tensor-parallel ranks that the heads are to be split over.
 
     Returns:
-      `CheckpointReport`: a `LayerReport` for each KDA layer that the config or the names tell, with every fault.
+      `CheckpointReport`: a `LayerReport` for each KDA layer that the config or the names tell, with
+      every fault.
 
     Raises:
       BadFileError: a file that cannot be judged, in one line.
@@ -105,30 +146,28 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
         if layers
         else [Fault("", "no KDA layer was found: no tensor is called A_log or dt_bias")]
     )
-    bound = lower_bound if _is_lower_bound(lower_bound) else None
+    bound = None if judge_option("option", LOWER_BOUND, lower_bound) else lower_bound
     if lower_bound is not None and bound is None:
         message = (
             "the gate's lower bound in config.json must be null or a finite number below 0 "
-            f"(got {lower_bound!r:.40})"
+            f"(got {_shown(lower_bound)})"
         )
         faults.append(Fault("", message))
-    if tp < 1 or sizes["H"] % tp or sizes["HV"] % tp:
-        counts = [
-            n for n in range(1, sizes["H"] + 1) if sizes["H"] % n == 0 and sizes["HV"] % n == 0
-        ]
-        ways = ", ".join(map(str, counts))
-        heads = (
-            f"{sizes['HV']} heads"
-            if sizes["H"] == sizes["HV"]
-            else f"{sizes['H']} key and {sizes['HV']} value heads"
+    key, eps = _norm_eps(config)
+    if judge_option("option", NORM_EPS, eps):
+        message = f"{key} in config.json must be a finite number above 0 (got {_shown(eps)})"
+        faults.append(Fault("", message))
+    rank = {}
+    try:
+        share = sizes | dict(
+            zip(("H", "HV"), split_heads(sizes["H"], sizes["HV"], tp), strict=True)
         )
-        faults.append(Fault("", f"{heads} cannot be split over {tp} ranks", f"it can be {ways}"))
-        rank = {}
-    else:
-        told = next((x for x in CHECKPOINT for layer in layers if x.name == layer.layout), None)
-        rank = (
-            {tensor.name: _rank_shape(tensor, sizes, tp) for tensor in told.tensors} if told else {}
-        )
+        layout = next((x for x in CHECKPOINT for layer in layers if x.name == layer.layout), None)
+        if layout:
+            rank = {tensor.name: tensor.shape(share) for tensor in layout.tensors}
+    except ContractError as error:
+        message, _, ways = str(error).partition("\n  ")
+        faults.append(Fault("", message, ways or None))
     return CheckpointReport(str(path), sizes, bound, tp, tuple(layers), tuple(faults), rank)
 
 
@@ -178,7 +217,7 @@ def _inside(folder, name):
 
 
 def _geometry(path, config) -> tuple[dict, object, dict]:
-    """(sizes by letter, lower_bound as it stands there, {"kda": layers, "full": layers} likewise) of a config.json."""
+    """(sizes by letter, lower_bound, {"kda": layers, "full": layers}), as a config.json has them."""
     config = config.get("text_config", config)
     linear = config.get("linear_attn_config") if isinstance(config, dict) else None
     if isinstance(linear, dict):
@@ -221,26 +260,42 @@ def _geometry(path, config) -> tuple[dict, object, dict]:
 
 
 def layer_numbers(config) -> dict:
-    """What a config.json's content says of its KDA layers: {letter: size, "lower_bound", "norm_eps", "gate_rank"}.
+    """What a config.json's content says of its KDA layers, as the keywords of a `KDAConfig`.
 
-    Raises BadFileError where it is no KDA model's, or a number is missing.
+    {letter: size, "lower_bound", "norm_eps", "gate_rank"}. Raises BadFileError where it is no KDA
+    model's, or where a number is missing or wrong.
     """
-    sizes, lower_bound, _ = _geometry(Path("config.json"), config)
-    if lower_bound is not None and not _is_lower_bound(lower_bound):
-        raise BadFileError(Path("config.json"), f"the gate's lower bound is {lower_bound!r:.40}")
+    path = Path("config.json")
+    sizes, lower_bound, _ = _geometry(path, config)
+    if lower_bound is not None and judge_option("option", LOWER_BOUND, lower_bound):
+        raise BadFileError(path, f"the gate's lower bound is {_shown(lower_bound)}")
+    key, eps = _norm_eps(config)
     config = config.get("text_config", config)
     linear = config.get("linear_attn_config") or {}
     full = linear.get("use_full_rank_gate", config.get("use_full_rank_gate", False))
-    eps = config.get("rms_norm_eps", config.get("norm_eps", 1e-5))
-    return sizes | {
+    numbers = sizes | {
         "lower_bound": lower_bound,
         "norm_eps": eps,
         "gate_rank": None if full else sizes["V"],
     }
+    try:
+        check(KDA_CONFIG, **numbers)
+    except ContractError as error:
+        faults = " ".join(violation.headline for violation in error.violations)
+        raise BadFileError(path, faults.replace("`norm_eps`", f"`{key}`")) from None
+    return numbers
 
 
-def _is_lower_bound(x) -> TypeGuard[float]:
-    return type(x) in (int, float) and math.isfinite(x) and x < 0
+def _norm_eps(config):
+    """(the key, the number) of a config.json's epsilon of its norms."""
+    config = config.get("text_config", config)
+    key = "rms_norm_eps" if "rms_norm_eps" in config else "norm_eps"
+    return key, config.get(key, 1e-5)
+
+
+def _shown(x):
+    """A value of a JSON file, at most 40 characters of it."""
+    return f"{x!r:.40}" if not isinstance(x, int) or x.bit_length() < 128 else shown_value(x)
 
 
 def _declared(listed, found):
@@ -283,14 +338,14 @@ def _missing_layer(index, by_prefix):
 
 
 def _judge_layer(index, prefix, tensors, sizes, declared):
-    layout = next((x for x in CHECKPOINT if x.told_by in tensors), None)
+    layout = next((x for x in CHECKPOINT if x.known_by in tensors), None)
     faults = []
     if declared and index not in declared["kda"]:
         faults.append(
             Fault("", f"layer {index} is no KDA layer by config.json, but holds A_log or dt_bias")
         )
     if layout is None:
-        told = ", ".join(x.told_by for x in CHECKPOINT)
+        told = ", ".join(x.known_by for x in CHECKPOINT)
         message = f"layer {index} has an unknown layout: none of {told} is there"
         faults.append(Fault("", message, f"it holds {', '.join(sorted(tensors)[:6])}"))
         return LayerReport(index, prefix, "unknown", (), tuple(faults))
@@ -312,7 +367,7 @@ def _judge_layer(index, prefix, tensors, sizes, declared):
     return LayerReport(index, prefix, layout.name, tuple(notes), tuple(faults))
 
 
-def _judge_tensor(prefix, tensor: Tensor, array: ArrayFacts, sizes, notes):
+def _judge_tensor(prefix, tensor: Operand, array: ArrayFacts, sizes, notes):
     wanted = tensor.shape(sizes)
     if (
         tensor.name in KDA_ONLY
@@ -358,10 +413,3 @@ def _normalizable(name, array, sizes):
 
 def _expected(tensor, sizes):
     return f"{tensor.expected} = {shape_text(tensor.shape(sizes))}"
-
-
-def _rank_shape(tensor, sizes, tp):
-    shape = list(tensor.shape(sizes))
-    if tensor.cut is not None:
-        shape[tensor.cut] //= tp
-    return tuple(shape)

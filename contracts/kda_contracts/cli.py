@@ -1,17 +1,19 @@
-"""`python -m kda_contracts check CHECKPOINT`: the command, and its parser for whoever embeds it."""
+"""`python -m kda_contracts check CHECKPOINT`: the command, and its parser for other commands."""
 
 import argparse
 import dataclasses
 import json
 import sys
 
-from kda_contracts.arrays import shape_text
-from kda_contracts.checkpoint import CheckpointReport, check_checkpoint
-from kda_contracts.safetensors_header import BadFileError, printable
+from kda_contracts.checkpoint import check_checkpoint
+from kda_contracts.safetensors_header import BadFileError
 
 
 def main(arguments=None):
-    """Runs the command. The exit code is 0, 1 where a checkpoint breaks the contract, 2 where it cannot be judged."""
+    """Runs the command, and returns its exit code.
+
+    It is 0, or 1 if a checkpoint breaks the contract, or 2 if it cannot be judged.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m kda_contracts", description="The contract of Kimi Delta Attention."
     )
@@ -55,38 +57,5 @@ def _check(options):
         else:
             print(f"cannot be judged: {error}", file=sys.stderr)
         return 2
-    print(
-        json.dumps(dataclasses.asdict(report) | {"ok": report.ok}) if options.json else text(report)
-    )
+    print(json.dumps(dataclasses.asdict(report) | {"ok": report.ok}) if options.json else report)
     return 0 if report.ok else 1
-
-
-def text(report: CheckpointReport) -> str:
-    """The report as the command prints it: a line a layer, then every fault with its remedy, then a rank's share."""
-    sizes = ", ".join(
-        f"{letter}={report.sizes[letter]}" for letter in ("H", "HV", "K", "V", "D", "W")
-    )
-    gate = (
-        "softplus gate"
-        if report.lower_bound is None
-        else f"safe gate, lower_bound {report.lower_bound}"
-    )
-    lines = [
-        f"{report.path}: {len(report.layers)} KDA layer{'s' * (len(report.layers) != 1)}, {sizes}, {gate}"
-    ]
-    for layer in report.layers:
-        verdict = "ok" if not layer.faults else f"{len(layer.faults)} wrong"
-        lines.append(
-            f"  layer {layer.index:<4} {verdict:<8} {'; '.join((layer.layout, *layer.notes))}"
-        )
-    faults = [*report.faults, *(fault for layer in report.layers for fault in layer.faults)]
-    for fault in faults:
-        lines.append(f"  {fault.message}.")
-        if fault.remedy:
-            lines.append(f"      {fault.remedy}")
-    if report.rank and not faults:
-        lines.append(
-            f"  each of {report.tp} ranks holds, a layer:" if report.tp > 1 else "  a layer holds:"
-        )
-        lines += [f"      {name:<16} {shape_text(shape)}" for name, shape in report.rank.items()]
-    return "\n".join(map(printable, lines))

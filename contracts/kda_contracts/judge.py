@@ -1,41 +1,46 @@
-"""check(): judges what a caller passes against a contract, and reports every violation at once."""
+"""check(): judges what a caller passes against a contract, and reports all violations at once."""
 
 import math
+import operator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from kda_contracts import remedy
 from kda_contracts.arrays import (
     ArrayFacts,
     compact,
+    differ,
     facts,
     is_array,
     known,
     last_axis_contiguous,
     shape_text,
 )
-from kda_contracts.bind import Bound, bind, differ, packed_fault, packed_sizes
+from kda_contracts.axes import AXES
+from kda_contracts.bind import Bound, bind, odd_ones, packed_fault, packed_sizes
 from kda_contracts.options import judge_option, one_of
-from kda_contracts.spec import Contract, Operand, Option, Rule
+from kda_contracts.spec import Contract, Option, Rule
 
 
 @dataclass(frozen=True, repr=False)
 class Sizes:
-    """The sizes of one call, by the letters of the legend; 0 or None for one that its contract does not have.
+    """The sizes of one call, by the letters of the legend: numbers, or symbolic dimensions.
 
-    A symbolic dimension stays symbolic.
+    A letter that the call's contract does not have is None.
     """
 
-    B: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    S: int
-    T: int | None = None
-    N: int | None = None
+    B: Any = None
+    H: Any = None
+    HV: Any = None
+    K: Any = None
+    V: Any = None
+    S: Any = None
+    T: Any = None
+    N: Any = None
 
     def __repr__(self):
-        return f"Sizes({', '.join(f'{letter}={x}' for letter, x in vars(self).items() if x is not None)})"
+        letters = (f"{letter}={x}" for letter, x in vars(self).items() if x is not None)
+        return f"Sizes({', '.join(letters)})"
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def check(contract: Contract, sizes: dict | None = None, /, **operands_and_optio
     kda_contracts.judge.ContractError: kda_jax.packed_decode: 1 argument breaks the contract
       `dt_bias` must have 256 elements (got 4).
           expected [HV*K] = (256,), got (4,) float32
-          4 is HV: this looks like one bias per head; repeat each K=64 times, e.g. jnp.repeat(dt_bias, 64)
+          4 is HV: this looks like one bias per head; repeat each K=64 times, e.g. np.repeat(dt_bias, 64)
       with HV=4, V=32, K=64 from `initial_state` (6, 4, 32, 64), H=2 from `mixed_qkv` (3, 384)
     """
     given = {name: x for name, x in operands_and_options.items() if not _absent(contract, name, x)}
@@ -106,10 +111,7 @@ def check(contract: Contract, sizes: dict | None = None, /, **operands_and_optio
                 violations.append(Violation(number, argument, *found))
     if violations:
         raise ContractError(_report(contract, violations, bound), tuple(violations))
-    letters = {
-        field.name: bound.sizes[field.name] for field in fields(Sizes) if field.name in bound.sizes
-    }
-    return Sizes(**dict.fromkeys(("B", "H", "HV", "K", "V", "S"), 0) | letters)
+    return Sizes(**{field.name: bound.sizes.get(field.name) for field in fields(Sizes)})
 
 
 def _absent(contract, name, x):
@@ -118,18 +120,18 @@ def _absent(contract, name, x):
         raise TypeError(
             f"{contract.name} has no operand or option {name!r}; it has {', '.join(contract.by_name)}"
         )
-    return x is None and not (isinstance(entry, Operand) and entry.required)
+    return x is None and not entry.required
 
 
 def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: dict, bound: Bound):
     """(headline, details) where the argument breaks the rule, else None."""
     entry, sizes = contract.by_name[argument], bound.sizes
-    words = {field.name: sizes.get(field.name, "?") for field in fields(Sizes)} | {
-        "argument": argument
-    }
+    words = {letter: sizes.get(letter, "?") for letter in AXES} | {"argument": argument}
     if rule.kind == "needed":
-        lonely = argument not in given and rule.unless not in given
-        return (rule.message, ("None stands for zeros only beside it",)) if lonely else None
+        lonely = argument not in given and rule.beside not in given
+        return (rule.message, (remedy.NEEDED,)) if lonely else None
+    if rule.kind in ("multiple", "equal"):
+        return _against(contract, rule, argument, given)
     if isinstance(entry, Option):
         found = judge_option(rule.kind, entry, given[argument])
         if found is None:
@@ -137,8 +139,10 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
         allowed, got, cure = found
         return rule.message.format(allowed=allowed, got=got, **words), cure
     if argument not in arrays:
-        return f"`{argument}` must be an array (got {type(given[argument]).__name__}).", (
-            _expectation(entry, sizes),
+        lines = (_expectation(entry, sizes), remedy.for_none(argument, given, arrays, sizes))
+        return (
+            f"`{argument}` must be an array (got {type(given[argument]).__name__}).",
+            tuple(line for line in lines if line),
         )
     array = arrays[argument]
     if rule.kind == "rank" and argument == contract.pool and bound.pool_overruled:
@@ -164,18 +168,18 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
         "numel",
         "form",
         "channels",
+        "counted",
     ) or rule.kind.startswith("packed"):
         told = (
             None
             if rule.kind in ("form", "heads", "channels")
             else f"{_expectation(entry, sizes)}, got {array}"
         )
-        lines = (
-            told or f"got {array}",
-            remedy.for_shape(argument, entry, arrays, sizes, contract.pool),
-        )
+        cure = remedy.for_shape(argument, entry, arrays, sizes, contract.pool)
+        odd = () if cure else odd_ones(contract, argument, arrays, bound)
+        lines = (told or f"got {array}", cure, *odd)
     elif rule.kind == "dtype":
-        lines = (f"got {array}", remedy.for_dtype(argument, array.dtype))
+        lines = (f"got {array}", remedy.for_dtype(argument, array))
     elif rule.kind == "device":
         lines = (
             f"on {array.device}, but `{contract.anchor}` is on {arrays[contract.anchor].device}",
@@ -193,7 +197,8 @@ def _breaks(contract, kind, argument, arrays, sizes):
     """(whether the array breaks a rule of this kind, further words for its message)."""
     array, entry = arrays[argument], contract.by_name[argument]
     if kind == "rank":
-        return array.ndim != len(entry.axes.split()), {}
+        axes = entry.axes.split()
+        return array.ndim < len(axes) - 1 if axes[0] == "..." else array.ndim != len(axes), {}
     if kind == "last_axis":
         return not last_axis_contiguous(array), {}
     if kind == "contiguous":
@@ -210,7 +215,8 @@ def _breaks(contract, kind, argument, arrays, sizes):
     if kind == "batch":
         return differ(array.shape[0], sizes.get("B")), {}
     if kind == "shape":
-        return not _has_shape(array, entry.shape(sizes)), {}
+        leading = "..." not in entry.axes or "..." in sizes
+        return leading and not _has_shape(array, entry.shape(sizes)), {}
     if kind == "layout":
         parts_of_slots = argument == contract.pool and array.ndim == 1 and sizes.get("S", 0) is None
         return parts_of_slots or not any(
@@ -227,6 +233,8 @@ def _breaks(contract, kind, argument, arrays, sizes):
         }
     if kind == "channels":
         return sizes.get("K") == 0, {}
+    if kind == "counted":
+        return None in entry.shape(sizes), {}
     if kind == "heads":
         H, HV = sizes.get("H"), sizes.get("HV")
         return known(H) and known(HV) and (H == 0 or HV == 0 or HV % H != 0), {}
@@ -242,6 +250,19 @@ def _breaks(contract, kind, argument, arrays, sizes):
     }
 
 
+def _against(contract, rule, argument, given):
+    """A static number that does not fit the one that its rule names, where that one is right."""
+    other = contract.by_name[rule.beside]
+    if rule.beside not in given or judge_option("option", other, given[rule.beside]):
+        return None
+    got, wanted = operator.index(given[argument]), operator.index(given[rule.beside])
+    broken = got % wanted if rule.kind == "multiple" else got != wanted
+    cure = remedy.NO_RANK if argument == "gate_rank" else None
+    return (
+        (rule.message.format(got=got, wanted=wanted), (cure,) if cure else ()) if broken else None
+    )
+
+
 def _has_shape(array, wanted):
     return array.ndim == len(wanted) and not any(map(differ, array.shape, wanted))
 
@@ -252,7 +273,7 @@ def _pool_violation(name, pool, sizes):
         f"`{name}` must be [S, HV, V, K] with HV={HV}, K={K} as `a`, `b`, `A_log` and `dt_bias` have it "
         f"(got {shape_text(pool.shape)})"
     )
-    return headline, remedy.for_pool(pool.shape, HV, K)
+    return headline, remedy.for_pool(pool, HV, K)
 
 
 def _expectation(operand, sizes):

@@ -1,9 +1,9 @@
-"""The tables of Kimi Delta Attention: every shape of the project is written here, and nowhere else."""
+"""The tables of the recurrence's operators: their shapes are written here, and nowhere else.
 
-from kda_contracts.spec import Contract, Layout, Operand, Option, Rule, Tensor
+Over 350 lines, since a table is read as one: the operators over several tokens share their rules.
+"""
 
-FLOATS = ("float32", "bfloat16", "float16")
-INDICES = ("int8", "int16", "int32", "int64")
+from kda_contracts.spec import CU_SEQLENS, FLOATS, INDICES, Contract, Operand, Option, Rule
 
 PACKED_DECODE = Contract(
     name="kda_jax.packed_decode",
@@ -131,13 +131,7 @@ _TOKENS = (
     Operand("v", "B T HV V", FLOATS, "values"),
 )
 _DRAFT = (
-    Operand(
-        "cu_seqlens",
-        "N+1",
-        ("int32", "int64"),
-        "where each sequence starts, and the last one ends",
-        required=False,
-    ),
+    CU_SEQLENS,
     Operand(
         "intermediate_states",
         "B T",
@@ -254,7 +248,7 @@ KDA_UPDATE = Contract(
             "needed",
             "A_log",
             "`A_log` may be None only with a `lower_bound`.",
-            unless="lower_bound",
+            beside="lower_bound",
         ),
         Rule("numel", "A_log", "Unexpected A_log shape: {array.shape}; expected numel={HV}"),
         Rule(
@@ -304,7 +298,7 @@ CHUNK_KDA = Contract(
             "slot that a sequence starts from; outside [0, S): a zero state",
             required=False,
         ),
-        _DRAFT[0],
+        CU_SEQLENS,
     ),
     results=_UPDATE_RESULTS,
     options=tuple(option for option in _UPDATE_OPTIONS if option.name != "update_state"),
@@ -332,13 +326,7 @@ COMMIT = Contract(
         Operand(
             "num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"
         ),
-        Operand(
-            "cu_seqlens",
-            "N+1",
-            ("int32", "int64"),
-            "where each sequence starts, and the last ends",
-            required=False,
-        ),
+        CU_SEQLENS,
     ),
     results=(Operand("state", "S HV V K", FLOATS, "the updated pool"),),
     options=(),
@@ -372,131 +360,4 @@ COMMIT = Contract(
     pool="pool",
     anchor="pool",
     sizes_from=("pool", "intermediate", "slots"),
-)
-
-
-def _layer(name, x, *indices):
-    """The contract of a layer's step: its input, its weights as `x @ w` takes them, its two pools, its indices."""
-    weights = (
-        Operand("q_proj", "D H*K", FLOATS, "query projection"),
-        Operand("k_proj", "D H*K", FLOATS, "key projection"),
-        Operand("v_proj", "D HV*V", FLOATS, "value projection"),
-        Operand("q_conv", "H*K W", FLOATS, "short convolution of q, per channel"),
-        Operand("k_conv", "H*K W", FLOATS, "short convolution of k, per channel"),
-        Operand("v_conv", "HV*V W", FLOATS, "short convolution of v, per channel"),
-        Operand("f_down", "D R", FLOATS, "forget gate, down"),
-        Operand("f_up", "R HV*K", FLOATS, "forget gate, up"),
-        Operand("b_proj", "D HV", FLOATS, "raw beta logits"),
-        Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head"),
-        Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
-        Operand("g_up", "V HV*V", FLOATS, "output gate, of low rank or full", also=("D HV*V",)),
-        Operand("norm", "V", FLOATS, "RMSNorm before the output projection"),
-        Operand("o_proj", "HV*V D", FLOATS, "output projection"),
-        Operand("g_down", "D V", FLOATS, "output gate, down", required=False),
-        Operand("g_bias", "HV*V", FLOATS, "bias of the output gate", required=False),
-    )
-    names = " ".join(weight.name for weight in weights if weight.name != "g_up")
-    pools = (
-        Operand("conv", "S 2*H*K+HV*V W-1", FLOATS, "the last inputs of the short convolution"),
-        Operand("state", "S HV V K", FLOATS, "the recurrent states"),
-    )
-    index_names = " ".join(operand.name for operand in indices)
-    return Contract(
-        name=name,
-        operands=(x, *weights, *pools, *indices),
-        results=(Operand("y", x.axes, FLOATS, "the layer's output"),),
-        options=(),
-        rules=(
-            Rule("rank", "x state", "`{argument}` must be {expected} (got ndim={array.ndim})."),
-            Rule(
-                "shape",
-                f"x {names} conv state {index_names}",
-                "`{argument}` must have shape {wanted} (got {array.shape}).",
-            ),
-            Rule(
-                "layout",
-                "g_up",
-                "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank (got {array.shape}).",
-            ),
-            Rule(
-                "dtype",
-                f"x {names} g_up conv state {index_names}",
-                "`{argument}` must be {allowed} (got {got}).",
-            ),
-        ),
-        pool="state",
-        anchor="x",
-        sizes_from=("f_down", "state", "x", *(["slots"] if "N" in indices[0].axes else [])),
-    )
-
-
-LAYER_DECODE = _layer(
-    "kda_jax.kda_decode",
-    Operand("x", "B D", FLOATS, "the normed input, one token a row"),
-    Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
-)
-LAYER_PREFILL = _layer(
-    "kda_jax.kda_prefill",
-    Operand("x", "T D", FLOATS, "the normed inputs of all sequences"),
-    Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
-    Operand(
-        "cu_seqlens", "N+1", ("int32", "int64"), "where each sequence starts, and the last one ends"
-    ),
-    Operand("fresh", "N", ("bool",), "whether a sequence starts from nothing", required=False),
-)
-
-
-def _tensor(name, axes, cut, meaning):
-    return Tensor(name, axes, FLOATS, meaning, cut=cut)
-
-
-_PROJECTIONS = (
-    _tensor("q_proj.weight", "H*K D", 0, "query projection"),
-    _tensor("k_proj.weight", "H*K D", 0, "key projection"),
-    _tensor("v_proj.weight", "HV*V D", 0, "value projection"),
-    _tensor("q_conv1d.weight", "H*K 1 W", 0, "short convolution of q, per channel"),
-    _tensor("k_conv1d.weight", "H*K 1 W", 0, "short convolution of k, per channel"),
-    _tensor("v_conv1d.weight", "HV*V 1 W", 0, "short convolution of v, per channel"),
-    _tensor("b_proj.weight", "HV D", 0, "raw beta logits"),
-    _tensor(
-        "A_log", "HV", 0, "natural log of the decay rate; also [1, 1, HV, 1], or padded with zeros"
-    ),
-    _tensor("dt_bias", "HV*K", 0, "bias of the forget gate per (value head, key channel)"),
-    _tensor("o_norm.weight", "V", None, "RMSNorm before the output projection"),
-    _tensor("o_proj.weight", "D HV*V", 1, "output projection"),
-)
-_FORGET_GATE = (
-    _tensor("f_a_proj.weight", "K D", None, "forget gate, down"),
-    _tensor("f_b_proj.weight", "HV*K K", 0, "forget gate, up"),
-)
-
-# One KDA layer as released, below `...layers.<i>.self_attn.` (FLA: `.attn.`), in each layout that is known.
-CHECKPOINT = (
-    Layout(
-        "low-rank output gate (Kimi-Linear, GLM-5.3)",
-        "g_a_proj.weight",
-        (
-            *_PROJECTIONS,
-            *_FORGET_GATE,
-            _tensor("g_a_proj.weight", "V D", None, "output gate, down"),
-            _tensor("g_b_proj.weight", "HV*V V", 0, "output gate, up"),
-        ),
-    ),
-    Layout(
-        "full-rank output gate (Kimi-K3)",
-        "g_proj.weight",
-        (*_PROJECTIONS, *_FORGET_GATE, _tensor("g_proj.weight", "HV*V D", 0, "output gate")),
-    ),
-    Layout(
-        "FLA's own layer",
-        "f_proj.0.weight",
-        (
-            *_PROJECTIONS,
-            _tensor("f_proj.0.weight", "V D", None, "forget gate, down"),
-            _tensor("f_proj.1.weight", "HV*K V", 0, "forget gate, up"),
-            _tensor("g_proj.0.weight", "V D", None, "output gate, down"),
-            _tensor("g_proj.1.weight", "HV*V V", 0, "output gate, up"),
-            _tensor("g_proj.1.bias", "HV*V", 0, "output gate, up"),
-        ),
-    ),
 )

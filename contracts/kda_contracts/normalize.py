@@ -1,10 +1,11 @@
-"""A_log, dt_bias and a, from the layouts that checkpoints and callers really have, to the contract's.
+"""A_log, dt_bias and a, from the layouts that checkpoints and callers really have, to ours.
 
-Each takes an array of any library (or a shape without values, such as a ShapeDtypeStruct) and returns its like.
+Each takes an array of any library (or a shape without values, such as a ShapeDtypeStruct) and
+returns the same kind, contiguous.
 """
 
 from kda_contracts import remedy
-from kda_contracts.arrays import facts, is_array, known, shape_text
+from kda_contracts.arrays import compact, facts, is_array, known, shape_text
 from kda_contracts.judge import ContractError
 
 
@@ -12,8 +13,9 @@ def normalize_A_log(A_log, HV):
     """A_log as `[HV]`.
 
     Args:
-      A_log: `[HV]`, `[1, 1, HV, 1]` (Kimi-Linear) or anything else with HV elements, or `[n]` with n > HV and zeros
-        after the first HV (Kimi-K3); any float dtype; natural log of the decay rate.
+      A_log: `[HV]`, `[1, 1, HV, 1]` (Kimi-Linear) or anything else with HV elements, or `[n]` with
+        n > HV and zeros after the first HV (Kimi-K3); any float dtype; natural log of the decay
+        rate.
       HV: value heads, an int.
 
     Returns:
@@ -21,7 +23,7 @@ def normalize_A_log(A_log, HV):
 
     Raises:
       ContractError: another number of elements, or a tail that is not zero.
-      TypeError: a padded A_log without values to judge (a tracer): normalize before `jit`.
+      TypeError: a padded A_log without values to judge (a tracer, or a torch tensor on "meta").
 
     >>> import numpy as np
     >>> normalize_A_log(np.array([1.0, 2.0, 0.0, 0.0]), 2)
@@ -36,17 +38,19 @@ def normalize_A_log(A_log, HV):
         return _reshape(A_log, (HV,))
     try:
         live = [i for i in range(HV, array.size) if A_log[i] != 0]
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # of JAX and of torch
         raise TypeError(
-            f"`A_log` has {array.size} elements for HV={HV} and no values yet (got {type(A_log).__name__}): "
-            "whether its tail is zero can't be judged while tracing; call normalize_A_log before jit"
+            f"`A_log` has {array.size} elements for HV={HV} and no values yet "
+            f"(got {type(A_log).__name__}): whether its tail is zero can't be judged while "
+            "tracing; call normalize_A_log before jit"
         ) from error
     if live:
         raise ContractError(
-            f"`A_log` has {array.size} elements for HV={HV}, and its tail is not zero: A_log[{live[0]}] is "
-            f"{float(A_log[live[0]])}. This is no padding: is HV right, or is this a whole model's A_log to be sliced?"
+            f"`A_log` has {array.size} elements for HV={HV}, and its tail is not zero: "
+            f"A_log[{live[0]}] is {float(A_log[live[0]])}. This is no padding: is HV right, "
+            "or is this a whole model's A_log to be sliced?"
         )
-    return A_log[:HV]
+    return _contiguous(A_log[:HV])
 
 
 def normalize_dt_bias(dt_bias, HV, K):
@@ -76,7 +80,8 @@ def normalize_a(a, N, HV, K, varlen=False):
     """The raw forget-gate input as `[N, HV*K]`, one row for each of N one-token sequences.
 
     Args:
-      a: `[N, HV*K]` or `[N, HV, K]`; also `[N, 1, HV, K]`, or `[1, N, HV, K]` where `varlen`; any float dtype.
+      a: `[N, HV*K]` or `[N, HV, K]`; also `[N, 1, HV, K]`, or `[1, N, HV, K]` where `varlen`; any
+        float dtype.
       N: sequences. HV: value heads. K: key channels of a head.
       varlen: whether the sequences are packed along the second axis of a 4-D `a`.
 
@@ -122,7 +127,15 @@ def _facts(name, x, **sizes):
 
 
 def _reshape(x, shape):
-    return x.reshape(shape) if hasattr(x, "reshape") else x.update(shape=shape)
+    return _contiguous(x.reshape(shape)) if hasattr(x, "reshape") else x.update(shape=shape)
+
+
+def _contiguous(x):
+    """x itself, or a copy where it is a view with gaps."""
+    array = facts(x)
+    if compact(array, array.ndim):
+        return x
+    return x.contiguous() if array.library == "torch" else x.copy()
 
 
 def _unexpected(name, array, expectation, sizes, form="", cure=None):

@@ -1,6 +1,7 @@
 """Static options: what each kind allows, and what is wrong with a value."""
 
 import math
+import operator
 import struct
 
 from kda_contracts import remedy
@@ -8,15 +9,23 @@ from kda_contracts.arrays import dtype_name
 
 ALLOWED = {
     "flag": "True or False",
+    "size": "a whole number from 1 to 2147483647",
     "positive": "a finite number above 0",
     "negative": "a finite number below 0",
+    "nonnegative": "a finite number, 0 or above",
     "number": "a finite number",
+}
+IN_RANGE = {
+    "positive": lambda number: number > 0,
+    "negative": lambda number: number < 0,
+    "nonnegative": lambda number: number >= 0,
+    "number": lambda number: True,
 }
 
 
 def judge_option(kind, option, value):
     """(what is allowed, what came, remedy lines) where an option breaks a rule of this kind, else None."""
-    shown = f"{type(value).__name__} {value!r:.60}"
+    shown = shown_value(value)
     is_array = hasattr(value, "shape") and hasattr(value, "dtype")
     if kind == "dtype":
         name = shown if is_array and not isinstance(value, type) else dtype_name(value)
@@ -28,7 +37,7 @@ def judge_option(kind, option, value):
     if is_bool != (option.kind == "flag") or isinstance(value, (str, bytes)):
         return allowed, shown, ()
     try:
-        number = float(value)
+        number = operator.index(value) if option.kind == "size" else float(value)
     except TypeError as error:
         if not is_array:
             return allowed, shown, ()
@@ -40,14 +49,21 @@ def judge_option(kind, option, value):
         return allowed, shown, ()
     if option.kind == "flag":
         return None
+    if option.kind == "size":
+        return None if 0 < number < 2**31 else (allowed, shown, ())
     held = _as_float32(number)
-    if math.isfinite(held) and (
-        held > 0 if option.kind == "positive" else held < 0 or option.kind == "number"
-    ):
+    if math.isfinite(held) and IN_RANGE[option.kind](held):
         return None
     if held != number and math.isfinite(number):
         return allowed, number, (f"in float32 it is {held}",)
     return allowed, number, remedy.for_option(option.name, number)
+
+
+def shown_value(value):
+    """A value as an error shows it, with its type: at most 60 characters, however large it is."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"int of {value.bit_length()} bits"  # Python may refuse to write its digits
+    return f"{type(value).__name__} {value!r:.60}"
 
 
 def one_of(names):

@@ -2,9 +2,13 @@
 
 import math
 
-from kda_contracts.arrays import known
+from kda_contracts.arrays import differ, known
 
 LAYOUT = "copy it first: x.contiguous() in torch, np.ascontiguousarray(x) in NumPy"
+NEEDED = "without a `lower_bound`, pass A_log; None means zeros only for the safe gate"
+SLOTS = ("_indices", "slots", "sources", "accepted", "accepted_tokens", "intermediate_states")
+POOLS = ("initial_state", "initial_state_source", "pool", "state")
+NO_RANK = "None is an output gate of full rank"
 
 
 def for_shape(argument, operand, arrays, sizes, pool=None):
@@ -25,7 +29,7 @@ def for_shape(argument, operand, arrays, sizes, pool=None):
     if (
         argument == pool
         and array.ndim == 4
-        and (cure := for_pool(array.shape, sizes.get("HV"), sizes.get("K"), pool))
+        and (cure := for_pool(array, sizes.get("HV"), sizes.get("K"), pool))
     ):
         straight = array.shape[3] == sizes.get("V") or not _transposed(
             array.shape, sizes.get("HV"), sizes.get("K")
@@ -39,11 +43,17 @@ def for_shape(argument, operand, arrays, sizes, pool=None):
         return f"a flat pool holds whole slots of HV*V*K = {math.prod(slot)} elements"
     if None not in wanted and array.ndim == 2 and array.shape == wanted[::-1] != wanted:
         return f"transposed: {argument}.T"
+    swapped = (*array.shape[:-2], *array.shape[:-3:-1])
+    if array.ndim == len(wanted) == 3 and not any(map(differ, swapped, wanted)):
+        return f"transposed: {array.library}.swapaxes({argument}, 1, 2)"
     if None not in wanted and array.ndim != len(wanted) and array.size == math.prod(wanted):
         arguments = ", ".join(map(str, wanted))
         return f"the same elements in another shape: {argument}.reshape({arguments})"
-    if argument == pool and array.ndim == 5:
-        return "this looks like the pools of all layers: pass one layer's, and keep the layers' pools in a list"
+    if argument == pool and array.ndim == len(wanted) + 1:
+        return (
+            "this looks like the pools of all layers: pass one layer's, "
+            "and keep the layers' pools in a list"
+        )
     return None
 
 
@@ -53,51 +63,72 @@ def for_normalizer(name, array, sizes):
     return cure(array, {}, sizes) if all(map(known, array.shape)) else None
 
 
-def for_dtype(argument, dtype):
+def for_none(argument, given, arrays, sizes):
+    """One line for an A_log or dt_bias of None that other operators take, or None."""
+    elements = {"A_log": ("HV",), "dt_bias": ("HV", "K")}.get(argument, ())
+    numbers = [sizes.get(letter) for letter in elements]
+    if given[argument] is not None or not numbers or not all(map(known, numbers)):
+        return None
+    library = next(iter(arrays.values())).library
+    return f"None does not mean zeros here: pass {library}.zeros({math.prod(numbers)})"
+
+
+def for_dtype(argument, array):
     """One line for a wrong dtype, or None."""
-    if argument.endswith(
-        ("_indices", "slots", "accepted", "accepted_tokens", "intermediate_states")
-    ):
-        if dtype.startswith("uint"):
-            return f"-1 marks a padded row, so slots are signed: {argument}.astype('int32')"
-        return f"slots are integers: {argument}.astype('int32'), with -1 for a padded row"
-    if dtype == "float64":
-        return f"round it first: {argument}.astype('float32')"
-    if argument == "initial_state":
+    if argument.endswith(SLOTS):
+        if array.dtype.startswith("uint"):
+            return f"-1 marks a padded row, so slots are signed: {_cast(argument, array, 'int32')}"
+        return f"slots are integers: {_cast(argument, array, 'int32')}, with -1 for a padded row"
+    if array.dtype == "float64":
+        return f"round it first: {_cast(argument, array, 'float32')}"
+    if argument in POOLS:
         return "an 8-bit or integer pool has to be expanded first; bytes are never reinterpreted"
     return None
+
+
+def _cast(name, array, dtype):
+    return f"{name}.to(torch.{dtype})" if array.library == "torch" else f"{name}.astype('{dtype}')"
+
+
+def _repeat(name, array, times):
+    function = "repeat_interleave" if array.library == "torch" else "repeat"
+    return f"{array.library}.{function}({name}, {times})"
+
+
+def _tile(name, array, times):
+    return f"{array.library}.tile({name}, {f'({times},)' if array.library == 'torch' else times})"
 
 
 def for_option(name, number):
     """Lines for a number out of range."""
     if name == "lower_bound" and number >= 0:
         return (
-            "it bounds the log decay from below, so it is negative (-5.0 in Kimi-K3); None is the softplus gate",
+            "it bounds the log decay from below, so it is negative (-5.0 in Kimi-K3); "
+            "None is the softplus gate",
         )
     if name == "scale":
         return ("None is K**-0.5",)
     return ()
 
 
-def for_pool(shape, HV, K, name="initial_state"):
+def for_pool(pool, HV, K, name="initial_state"):
     """Lines for a pool whose HV and K are not those that the other operands agree on."""
+    shape, swapaxes = pool.shape, f"{pool.library}.swapaxes"
     if not all(map(known, (*shape, HV, K))):
         return ()
     if _transposed(shape, HV, K):
         return (
-            f"this looks like [..., K, V]: transpose the last two axes, e.g. jnp.swapaxes({name}, -1, -2)",
+            "this looks like [..., K, V]: transpose the last two axes, "
+            f"e.g. {swapaxes}({name}, -1, -2)",
         )
     if shape[2] == HV and shape[3] == K:
-        return (
-            f"this looks like [S, V, HV, K]: swap axes 1 and 2, e.g. jnp.swapaxes({name}, 1, 2)",
-        )
+        return (f"this looks like [S, V, HV, K]: swap axes 1 and 2, e.g. {swapaxes}({name}, 1, 2)",)
     if shape[0] == HV and shape[3] == K:
-        return (
-            f"this looks like [HV, S, V, K]: swap axes 0 and 1, e.g. jnp.swapaxes({name}, 0, 1)",
-        )
+        return (f"this looks like [HV, S, V, K]: swap axes 0 and 1, e.g. {swapaxes}({name}, 0, 1)",)
     if shape[3] == K and HV and shape[1] > HV and shape[1] % HV == 0:
         return (
-            f"it holds {shape[1]} heads, {shape[1] // HV} times as many: slice this rank's {HV} heads on axis 1",
+            f"it holds {shape[1]} heads, {shape[1] // HV} times as many: "
+            f"slice this rank's {HV} heads on axis 1",
         )
     return ()
 
@@ -120,13 +151,22 @@ def _bias(array, arrays, sizes):
     if not (known(HV) and known(K)):
         return None
     if array.size == HV * K:
-        return f"the same elements in another shape: dt_bias.reshape({HV * K}), or kda_contracts.normalize_dt_bias"
+        return (
+            f"the same elements in another shape: dt_bias.reshape({HV * K}), "
+            "or kda_contracts.normalize_dt_bias"
+        )
     if _swapped_weights(arrays, HV, K):
         return "this looks like `A_log` and `dt_bias` swapped"
     if array.size == HV:
-        return f"{HV} is HV: this looks like one bias per head; repeat each K={K} times, e.g. jnp.repeat(dt_bias, {K})"
+        return (
+            f"{HV} is HV: this looks like one bias per head; repeat each K={K} times, "
+            f"e.g. {_repeat('dt_bias', array, K)}"
+        )
     if array.size == K:
-        return f"{K} is K: this looks like one bias for all heads; repeat it, e.g. jnp.tile(dt_bias, {HV})"
+        return (
+            f"{K} is K: this looks like one bias for all heads; repeat it, "
+            f"e.g. {_tile('dt_bias', array, HV)}"
+        )
     return _unsharded("dt_bias", array.size, HV * K)
 
 
@@ -135,7 +175,10 @@ def _rate(array, arrays, sizes):
     if not known(HV):
         return None
     if array.size == HV:
-        return f"the same elements in another shape: A_log.reshape({HV}), or kda_contracts.normalize_A_log"
+        return (
+            f"the same elements in another shape: A_log.reshape({HV}), "
+            "or kda_contracts.normalize_A_log"
+        )
     if _swapped_weights(arrays, HV, K):
         return "this looks like `A_log` and `dt_bias` swapped"
     if known(K) and array.size == HV * K:
@@ -143,7 +186,10 @@ def _rate(array, arrays, sizes):
             f"{HV * K} is HV*K: this looks like one rate per channel; A_log has one per value head"
         )
     if array.ndim == 1 and array.size > HV:
-        return f"a padded A_log: kda_contracts.normalize_A_log(A_log, {HV}) checks that its tail is zero and drops it"
+        return (
+            f"a padded A_log: kda_contracts.normalize_A_log(A_log, {HV}) checks that its tail is "
+            "zero and drops it"
+        )
     return None
 
 
@@ -167,7 +213,8 @@ def _gate(array, arrays, sizes):
         return "this looks like `a` and `b` swapped"
     if array.size == tokens * HV * K:
         other = ", or kda_contracts.normalize_a" if len(leading) == 1 else ""
-        return f"the same elements in another shape: a.reshape({', '.join(map(str, (*leading, HV * K)))}){other}"
+        shape = ", ".join(map(str, (*leading, HV * K)))
+        return f"the same elements in another shape: a.reshape({shape}){other}"
     if array.size == tokens * HV:
         return f"one gate per head is GDN's; KDA has one per (head, channel), HV*K={HV * K} a row"
     return None
@@ -190,29 +237,40 @@ def _sequences(array, arrays, sizes):
     if "cu_seqlens" in arrays and B == N:
         return "one row a sequence is the dense form: leave cu_seqlens out"
     if "cu_seqlens" in arrays:
-        return f"sequences lie end to end along axis 1: q.reshape(1, {B * T}, ...), and k, v, a, b likewise"
+        return (
+            f"sequences lie end to end along axis 1: q.reshape(1, {B * T}, ...), "
+            "and k, v, a, b likewise"
+        )
     if B == 1 and T == N:
         return (
-            "this looks like sequences of one token, end to end: pass cu_seqlens=jnp.arange(N + 1)"
+            "this looks like sequences of one token, end to end: "
+            f"pass cu_seqlens={array.library}.arange(N + 1)"
         )
     return "sequences that lie end to end need cu_seqlens" if B == 1 else None
 
 
 def _leading(sizes):
-    """The axes of rows and tokens, in numbers: (B,) of a packed row, (B, T) of several tokens; None if not known."""
+    """The axes of rows and tokens: (B,) of a packed row, (B, T) of several tokens; or None."""
     leading = tuple(sizes[letter] for letter in ("B", "T") if letter in sizes)
     return leading if leading and all(map(known, leading)) else None
 
 
 def _packed(array, arrays, sizes):
     if array.ndim == 3 and array.shape[-1] and 1 in array.shape[:2]:
-        return f"one token a row: mixed_qkv.reshape({array.size // array.shape[-1]}, {array.shape[-1]})"
-    return "the flat row is q of all H heads, k of all H heads, v of all HV heads: 2*H*K + HV*V elements"
+        rows, width = array.size // array.shape[-1], array.shape[-1]
+        return f"one token a row: mixed_qkv.reshape({rows}, {width})"
+    return (
+        "the flat row is q of all H heads, k of all H heads, v of all HV heads: "
+        "2*H*K + HV*V elements"
+    )
 
 
 def _unsharded(name, got, wanted):
     if wanted and got > wanted and got % wanted == 0:
-        return f"it holds {got // wanted} times as many: an unsharded {name}? slice this rank's {wanted} elements"
+        return (
+            f"it holds {got // wanted} times as many: an unsharded {name}? "
+            f"slice this rank's {wanted} elements"
+        )
     return None
 
 
@@ -237,7 +295,10 @@ def for_tensor(tensor, array, sizes):
     if array.shape[axis] and wanted[axis] % array.shape[axis] == 0:
         parts = wanted[axis] // array.shape[axis]
         if axis == tensor.cut:
-            return f"axis {axis} is 1/{parts} of it: one rank's slice of {parts}? join the ranks' files"
+            return (
+                f"axis {axis} is 1/{parts} of it: one rank's slice of {parts}? "
+                "join the ranks' files"
+            )
         cut = (
             "this tensor is not cut"
             if tensor.cut is None

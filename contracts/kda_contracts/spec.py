@@ -1,4 +1,4 @@
-"""How a contract is written: operands whose axes are text ("B HV*K"), parsed once and never run as code."""
+"""How a contract is written: operands whose axes are text ("B HV*K"), parsed and never run."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,12 +6,18 @@ from functools import cache
 
 from kda_contracts.axes import AXES
 
+FLOATS = ("float32", "bfloat16", "float16")
+INDICES = ("int8", "int16", "int32", "int64")
+
 
 @dataclass(frozen=True)
 class Operand:
-    """One array of an operator: `axes` such as "B HV*K", the dtypes it may have, what it means.
+    """One array: `axes` such as "B HV*K", the dtypes it may have, what it means.
 
-    `also` has other axes under which it may come; of all of them, an axis B or T of length 1 may be left out.
+    "..." in front stands for any number of axes, whose sizes count as one letter.
+
+    `also` has other axes under which it may come. Of all of them, an axis B or T of length 1 may
+    be left out.
     """
 
     name: str
@@ -26,9 +32,31 @@ class Operand:
         """The shape in letters, as errors and docstrings show it: "[B, HV*K]"."""
         return f"[{', '.join(self.axes.split())}]"
 
+    @property
+    def cut(self):
+        """The axis that is cut over the heads, None where there is none.
+
+        Where it is packed of several parts, such as "2*H*K+HV*V", each part is to be cut.
+        """
+        for number, axis in enumerate(self.axes.split()):
+            if axis != "..." and any(
+                letter in ("H", "HV") for _, letters in parse_axis(axis) for letter in letters
+            ):
+                return number
+        return None
+
+    @property
+    def rows(self):
+        """The axis that is cut over the slots or the batch, None where there is none."""
+        axes = self.axes.split()
+        return next((axes.index(letter) for letter in ("S", "B", "N") if letter in axes), None)
+
     def shape(self, sizes) -> tuple:
         """The shape in numbers, None where a letter is not known."""
-        return tuple(axis_value(axis, sizes) for axis in self.axes.split())
+        leading, axes = (), self.axes.split()
+        if axes[0] == "...":
+            leading, axes = sizes.get("...", (None,)), axes[1:]
+        return (*leading, *(axis_value(axis, sizes) for axis in axes))
 
     def shapes(self, sizes) -> list[tuple]:
         """All shapes that the operand may have, in numbers."""
@@ -44,43 +72,49 @@ class Operand:
         return list(dict.fromkeys(shapes))
 
 
-@dataclass(frozen=True)
-class Tensor(Operand):
-    """One tensor of a checkpoint. `cut` is the axis that tensor parallelism cuts, None where each rank has it all."""
-
-    cut: int | None = None
+CU_SEQLENS = Operand(
+    "cu_seqlens",
+    "N+1",
+    ("int32", "int64"),
+    "where each sequence starts, and the last one ends",
+    required=False,
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a layer is released: the tensor whose name tells it, and all tensors."""
+    """One way in which a layer is released. `known_by` is the tensor that identifies it."""
 
     name: str
-    told_by: str
-    tensors: tuple[Tensor, ...]
+    known_by: str
+    tensors: tuple[Operand, ...]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One static option. `kind` is "positive", "negative" or "number" (finite, or None), "flag" or "dtype"."""
+    """One static option. `kind` is a number's ("size", "positive", ..., see options.py), "flag" or
+    "dtype". One that is `required` may not be None.
+    """
 
     name: str
     kind: str
     meaning: str
     dtypes: tuple[str, ...] = ()
+    required: bool = False
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition: what is judged (`kind`, see judge.py), on which arguments, and the first line of its error.
+    """One condition: what is judged, on which arguments, and the first line of its error.
 
-    `unless`, of the kind "needed", names the argument beside which this one may be left out.
+    `kind`: see judge.py. `beside` names the argument beside which this one may be left out (of the
+    kind "needed"), that it must be a multiple of ("multiple"), or equal to ("equal").
     """
 
     kind: str
     arguments: str
     message: str
-    unless: str | None = None
+    beside: str = ""
 
     @property
     def shared(self):
@@ -90,10 +124,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Contract:
-    """An operator's operands, options and rules. The rules are numbered from 1 in the order of `rules`.
+    """An operator's operands, options and rules, which are numbered from 1 in their order.
 
-    `pool` names the state pool, `anchor` the operand whose device the others share, `sizes_from` the operands that the
-    letters are read from, in order (none: as bind.py reads a packed row).
+    `pool` names the state pool, `anchor` the operand whose device the others share, `sizes_from`
+    the operands that the letters are read from, in order (none: as bind.py reads a packed row).
     """
 
     name: str
@@ -109,7 +143,7 @@ class Contract:
     def __post_init__(self):
         object.__setattr__(self, "by_name", {x.name: x for x in (*self.operands, *self.options)})
         for operand in (*self.operands, *self.results):
-            for axis in operand.axes.split():
+            for axis in operand.axes.removeprefix("... ").split():
                 parse_axis(axis)
         for rule in self.rules:
             if unknown := set(rule.arguments.split()) - set(self.by_name):
@@ -120,7 +154,10 @@ class Contract:
 
 @cache
 def parse_axis(text):
-    """'2*H*K+HV*V' -> ((2, ('H', 'K')), (1, ('HV', 'V'))): a sum of products of a number and letters of the legend."""
+    """'2*H*K+HV*V' -> ((2, ('H', 'K')), (1, ('HV', 'V'))).
+
+    A sum of products of a number and letters of the legend.
+    """
     terms = []
     for term in text.replace("-", "+-").split("+"):
         factor, letters = 1, []

@@ -9,8 +9,7 @@ import sys
 import jax
 
 import kda_jax
-from kda_contracts import PACKED_DECODE, BadFileError, check_checkpoint
-from kda_contracts.cli import add_check
+from kda_contracts import PACKED_DECODE, BadFileError, add_check, check_checkpoint
 from kda_jax import dispatch
 from kda_jax.checkpoint import check_values
 from kda_jax.tools import bench, demo

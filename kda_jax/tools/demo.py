@@ -20,8 +20,8 @@ from kda_contracts import (
     find_tensors,
     normalize_A_log,
     normalize_dt_bias,
+    split_heads,
 )
-from kda_contracts.cli import text as checkpoint_text
 from kda_jax.tools import oracle
 from kda_jax.tools.synthetic import (
     HEAD_DIMENSION,
@@ -59,7 +59,7 @@ def read_layer(path) -> LayerWeights:
     """
     report = check_checkpoint(path)
     if not report.ok:
-        raise ContractError(checkpoint_text(report))
+        raise ContractError(str(report))
     from safetensors import safe_open  # an extra
 
     layer, sizes, files = report.layers[0], report.sizes, find_tensors(path)
@@ -121,10 +121,9 @@ def run(
     slots kept their bits.
     """
     layer = read_layer(checkpoint) if checkpoint else made_up_layer(model)
-    if layer.HV % tp or layer.H % tp:
-        raise ValueError(f"{layer.HV} heads cannot be split over {tp} ranks")
-    HV, lower_bound = layer.HV // tp, layer.lower_bound
-    sizes = Sizes(B=batch, H=layer.H // tp, HV=HV, K=layer.K, V=layer.V, S=2 * batch + 1)
+    H, HV = split_heads(layer.H, layer.HV, tp)
+    lower_bound = layer.lower_bound
+    sizes = Sizes(B=batch, H=H, HV=HV, K=layer.K, V=layer.V, S=2 * batch + 1)
     tokens = [random_operands(sizes, seed=seed + t) for t in range(steps)]
     operands = tokens[0] | {"A_log": layer.A_log[:HV], "dt_bias": layer.dt_bias[: HV * layer.K]}
     slots = operands["ssm_state_indices"]

@@ -8,8 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from kda_contracts import CHECKPOINT, PACKED_DECODE, Sizes
-from kda_contracts.safetensors_header import ITEM_BITS
+from kda_contracts import CHECKPOINT, ITEM_BITS, PACKED_DECODE, Sizes, split_heads
 
 HEAD_DIMENSION = 128  # K and V of every released KDA model
 
@@ -35,10 +34,8 @@ MODELS = {
 def model_sizes(model, *, tp, batch, slots):
     """Sizes of one tensor-parallel rank of a model's KDA layer."""
     heads = MODELS[model].heads
-    if tp < 1 or heads % tp:
-        raise ValueError(f"{model} has {heads} heads: they cannot be split over {tp} ranks")
-    HV = heads // tp
-    return Sizes(B=batch, H=HV, HV=HV, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=slots)
+    H, HV = split_heads(heads, heads, tp)
+    return Sizes(B=batch, H=H, HV=HV, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=slots)
 
 
 def random_operands(sizes, *, seed=0, dtype="bfloat16", gate_dtype="float32", pool_dtype="float32"):
@@ -93,7 +90,7 @@ def write_layer(folder, model, *, layer=0, seed=0):
     config = {"hidden_size": released.hidden_size, "linear_attn_config": linear}
     (folder / "config.json").write_text(json.dumps(config))
 
-    (layout,) = (x for x in CHECKPOINT if x.told_by == released.output_gate)
+    (layout,) = (x for x in CHECKPOINT if x.known_by == released.output_gate)
     values = random_operands(
         Sizes(B=1, H=heads, HV=heads, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=1), seed=seed
     )

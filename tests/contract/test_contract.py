@@ -159,7 +159,7 @@ def test_the_error_that_brings_people_here():
         "kda_jax.packed_decode: 1 argument breaks the contract\n"
         "  `dt_bias` must have 4096 elements (got 32).\n"
         "      expected [HV*K] = (4096,), got (32,) float32\n"
-        "      32 is HV: this looks like one bias per head; repeat each K=128 times, e.g. jnp.repeat(dt_bias, 128)\n"
+        "      32 is HV: this looks like one bias per head; repeat each K=128 times, e.g. np.repeat(dt_bias, 128)\n"
         "  with HV=32, V=128, K=128 from `initial_state` (64, 32, 128, 128), H=32 from `mixed_qkv` (8, 12288)"
     )
 
@@ -175,7 +175,7 @@ def test_three_wrong_arguments_are_all_reported_in_the_rules_order():
     ]
     text = str(caught.value)
     assert "3 arguments break the contract" in text
-    assert "jnp.tile(dt_bias, 4)" in text
+    assert "np.tile(dt_bias, 4)" in text
     assert "a.reshape(3, 256)" in text
 
 

@@ -94,7 +94,7 @@ WRONG = [
     (
         DENSE,
         {"initial_state_source": zeros(6, 4, 64, 32)},
-        "e.g. jnp.swapaxes(initial_state_source, -1, -2)",
+        "e.g. np.swapaxes(initial_state_source, -1, -2)",
     ),
     (
         DENSE,

@@ -24,9 +24,12 @@ CONTRACTS = {x.name: x for x in vars(kda_contracts).values() if isinstance(x, Co
 # Where messages for callers are written, the tables apart.
 SOURCES = {
     "contracts/kda_contracts": (
+        "bind",
+        "heads",
         "judge",
         "options",
         "normalize",
+        "remedy",
         "checkpoint",
         "safetensors_header",
     ),

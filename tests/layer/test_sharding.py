@@ -5,10 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from support import assert_near, assert_same_bits
 
 import kda_jax
-from kda_contracts import ContractError
+from kda_contracts import (
+    CHECKPOINT,
+    CHUNK_KDA,
+    COMMIT,
+    KDA_UPDATE,
+    LAYER_DECODE,
+    LAYER_PREFILL,
+    PACKED_DECODE,
+    RECURRENT_KDA,
+    ContractError,
+)
 from kda_jax import sharding
 
 CONFIG = kda_jax.KDAConfig(D=24, H=8, HV=16, K=8, V=4, gate_rank=4)
@@ -145,12 +156,12 @@ def test_local_slots_of_any_width(dtype):
 
 def test_what_cannot_be_cut_is_refused():
     config = kda_jax.KDAConfig(D=1, H=2, HV=4, K=3, V=5)
-    with pytest.raises(ContractError, match="H=2 and HV=4 heads cannot be cut over 4 shards"):
+    with pytest.raises(ContractError, match="2 key and 4 value heads cannot be split over 4 ranks"):
         sharding.split_packed(jnp.zeros(32), 4, config)
     mesh = mesh_of((4,), ("tp",))
     params = jax.eval_shape(lambda: kda_jax.init_params(config, jax.random.key(0)))
     for make in (sharding.sharded_decode, sharding.sharded_prefill):
-        with pytest.raises(ContractError, match="heads cannot be cut over 4 shards"):
+        with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
             make(mesh, config, params, heads="tp")
     with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
         kda_jax.init_cache(config, 3, ranks=4)
@@ -177,18 +188,20 @@ def test_packed_decode_by_its_specs(shape, names):
         dt_bias=normal(HV * K),
         initial_state=normal(S, HV, V, K),
         ssm_state_indices=jnp.array([1, -1, 7, 4]),
+        # A row may start from another slot of its own shard, or from nothing.
+        source_indices=jnp.array([2, -1, -1, 5]),
     )
     wanted_out, wanted = kda_jax.packed_decode(**x)
-    operands, results = sharding.packed_decode_specs("tp", rows)
+    operands, results = sharding.specs(PACKED_DECODE, heads="tp", rows=rows)
+    operands = {name: operands[name] for name in x}
     x["mixed_qkv"] = sharding.split_packed(x["mixed_qkv"], mesh.shape["tp"], CONFIG)
 
     def step(x):
-        slots = x["ssm_state_indices"]
+        slots = {name: x[name] for name in ("ssm_state_indices", "source_indices")}
         if rows:
-            slots = sharding.local_slots(
-                slots, jax.lax.axis_index(rows), x["initial_state"].shape[0]
-            )
-        return kda_jax.packed_decode(**x | dict(ssm_state_indices=slots))
+            own = jax.lax.axis_index(rows), x["initial_state"].shape[0]
+            slots = {name: sharding.local_slots(y, *own) for name, y in slots.items()}
+        return kda_jax.packed_decode(**x | slots)
 
     step = jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=(operands,), out_specs=results, check_vma=False)
@@ -196,3 +209,76 @@ def test_packed_decode_by_its_specs(shape, names):
     out, state = step(x)
     assert_near(out, wanted_out, 1e-6)
     assert_near(state, wanted, 1e-6)
+
+
+# Every cut, typed: what the tables' axes must say.
+POOL, WHOLE, LAST, FIRST = P("dp", "tp", None, None), P(), P(None, "tp"), P("tp", None)
+TOKENS = dict.fromkeys(("q", "k", "v"), P("dp", None, "tp", None))
+CU_SEQLENS, TABLE = WHOLE, P("dp", None)
+DRAFT = dict(cu_seqlens=CU_SEQLENS, intermediate_states=TABLE, num_accepted_tokens=P("dp"))
+WEIGHTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "f_up", "b_proj", "g_up"), LAST)
+WEIGHTS |= dict.fromkeys(("q_conv", "k_conv", "v_conv", "o_proj"), FIRST)
+WEIGHTS |= dict.fromkeys(("A_log", "dt_bias", "g_bias"), P("tp"))
+WEIGHTS |= dict.fromkeys(("f_down", "g_down", "norm"), WHOLE)
+POOLS = dict(conv=P("dp", "tp", None), state=POOL)
+CUTS = {
+    PACKED_DECODE: dict(
+        dict.fromkeys(("mixed_qkv", "a", "b"), P("dp", "tp")),
+        **dict.fromkeys(("A_log", "dt_bias"), P("tp")),
+        **dict.fromkeys(("ssm_state_indices", "source_indices"), P("dp")),
+        initial_state=POOL,
+        out=P("dp", None, "tp", None),
+    ),
+    KDA_UPDATE: dict(
+        TOKENS,
+        **DRAFT,
+        **dict.fromkeys(("A_log", "dt_bias"), P("tp")),
+        **dict.fromkeys(("a", "b"), P("dp", None, "tp")),
+        initial_state_source=POOL,
+        initial_state_indices=P("dp"),
+    ),
+    COMMIT: dict(
+        pool=POOL,
+        intermediate=P("dp", None, "tp", None, None),
+        slots=P("dp"),
+        num_accepted=P("dp"),
+        cu_seqlens=CU_SEQLENS,
+    ),
+    LAYER_DECODE: WEIGHTS | POOLS | dict(x=P("dp", None), slots=P("dp")),
+    LAYER_PREFILL: WEIGHTS
+    | POOLS
+    | dict(x=WHOLE, slots=P("dp"), cu_seqlens=CU_SEQLENS, fresh=P("dp")),
+}
+ACTIVATED = dict(log_decay=P("dp", None, "tp", None), beta=P("dp", None, "tp"))
+ACTIVATED |= TOKENS | {RECURRENT_KDA.pool: POOL, "slots": P("dp")}
+CUTS[RECURRENT_KDA] = ACTIVATED | DRAFT
+CUTS[CHUNK_KDA] = ACTIVATED | dict(source_indices=P("dp"), cu_seqlens=CU_SEQLENS)
+
+
+@pytest.mark.parametrize("contract", CUTS, ids=lambda contract: contract.name)
+def test_the_tables_axes_say_where_each_tensor_is_cut(contract):
+    operands, results = sharding.specs(contract, heads="tp", rows="dp")
+    assert operands == CUTS[contract]
+    for cut, result in zip(results, contract.results, strict=True):
+        wanted = {"state": POOL, "out": P("dp", None, "tp", None), "y": CUTS[contract].get("x")}
+        assert cut == wanted[result.name]
+    whole, _ = sharding.specs(contract, heads=None)
+    assert all(part is None for spec in whole.values() for part in spec)
+
+
+def test_weights_and_pools_are_cut_as_the_layers_operands():
+    params, _ = layer(FULL)
+    cuts = sharding.params_specs(params, "tp")
+    assert cuts.g_down is cuts.g_bias is None
+    assert vars(cuts) == WEIGHTS | dict(g_down=None, g_bias=None)
+    assert vars(sharding.cache_specs("tp", "dp")) == POOLS
+
+
+def test_a_checkpoints_tensors_are_cut_over_their_heads():
+    cut = {0: ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "b_proj")}
+    cut[0] += ("A_log", "dt_bias", "f_b_proj", "g_b_proj", "g_proj", "f_proj.1", "g_proj.1")
+    cut |= {1: ("o_proj",), None: ("o_norm", "f_a_proj", "g_a_proj", "f_proj.0", "g_proj.0")}
+    for layout in CHECKPOINT:
+        for tensor in layout.tensors:
+            name = tensor.name.removesuffix(".weight").removesuffix(".bias")
+            assert name in cut[tensor.cut], tensor.name

@@ -1,0 +1,159 @@
+"""The tables of a whole layer: its two steps, its checkpoint, its static numbers."""
+
+from dataclasses import replace
+
+from kda_contracts.axes import AXES
+from kda_contracts.spec import CU_SEQLENS, FLOATS, INDICES, Contract, Layout, Operand, Option, Rule
+
+LOWER_BOUND = Option("lower_bound", "negative", "lower bound of the log decay (safe gate)")
+NORM_EPS = Option("norm_eps", "positive", "added to the mean of the squares", required=True)
+
+# A layer's static numbers, before any array is there.
+KDA_CONFIG = Contract(
+    name="kda_jax.KDAConfig",
+    operands=(),
+    results=(),
+    options=(
+        *(Option(letter, "size", AXES[letter], required=True) for letter in "DH"),
+        Option("HV", "size", AXES["HV"], required=True),
+        *(Option(letter, "size", AXES[letter], required=True) for letter in "KVW"),
+        LOWER_BOUND,
+        NORM_EPS,
+        Option("gate_rank", "size", "rank of the output gate's two projections; None: full rank"),
+    ),
+    rules=(
+        Rule(
+            "option",
+            "D H HV K V W lower_bound norm_eps gate_rank",
+            "`{argument}` must be {allowed} (got {got}).",
+        ),
+        Rule("multiple", "HV", "`HV` must be a multiple of H={wanted} (got {got}).", beside="H"),
+        Rule("equal", "gate_rank", "`gate_rank` must be V={wanted} (got {got}).", beside="V"),
+    ),
+)
+
+
+def _layer(name, x, *indices):
+    """The contract of a layer's step: its input, its weights as `x @ w` takes them, its two pools, its indices."""
+    weights = (
+        Operand("q_proj", "D H*K", FLOATS, "query projection"),
+        Operand("k_proj", "D H*K", FLOATS, "key projection"),
+        Operand("v_proj", "D HV*V", FLOATS, "value projection"),
+        Operand("q_conv", "H*K W", FLOATS, "short convolution of q, per channel"),
+        Operand("k_conv", "H*K W", FLOATS, "short convolution of k, per channel"),
+        Operand("v_conv", "HV*V W", FLOATS, "short convolution of v, per channel"),
+        Operand("f_down", "D R", FLOATS, "forget gate, down"),
+        Operand("f_up", "R HV*K", FLOATS, "forget gate, up"),
+        Operand("b_proj", "D HV", FLOATS, "raw beta logits"),
+        Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head"),
+        Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
+        Operand("g_up", "V HV*V", FLOATS, "output gate, of low rank or full", also=("D HV*V",)),
+        Operand("norm", "V", FLOATS, "RMSNorm before the output projection"),
+        Operand("o_proj", "HV*V D", FLOATS, "output projection"),
+        Operand("g_down", "D V", FLOATS, "output gate, down", required=False),
+        Operand("g_bias", "HV*V", FLOATS, "bias of the output gate", required=False),
+    )
+    names = " ".join(weight.name for weight in weights if weight.name != "g_up")
+    pools = (
+        Operand("conv", "S 2*H*K+HV*V W-1", FLOATS, "the last inputs of the short convolution"),
+        Operand("state", "S HV V K", FLOATS, "the recurrent states"),
+    )
+    index_names = " ".join(operand.name for operand in indices)
+    return Contract(
+        name=name,
+        operands=(x, *weights, *pools, *indices),
+        results=(Operand("y", x.axes, FLOATS, "the layer's output"),),
+        options=(LOWER_BOUND, NORM_EPS),
+        rules=(
+            Rule("rank", "x state", "`{argument}` must be {expected} (got ndim={array.ndim})."),
+            Rule(
+                "shape",
+                f"x {names} conv state {index_names}",
+                "`{argument}` must have shape {wanted} (got {array.shape}).",
+            ),
+            Rule(
+                "layout",
+                "g_up",
+                "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank (got {array.shape}).",
+            ),
+            Rule(
+                "dtype",
+                f"x {names} g_up conv state {index_names}",
+                "`{argument}` must be {allowed} (got {got}).",
+            ),
+            Rule("option", "lower_bound norm_eps", "`{argument}` must be {allowed} (got {got})."),
+        ),
+        pool="state",
+        anchor="x",
+        sizes_from=("f_down", "state", "x", *(["slots"] if "N" in indices[0].axes else [])),
+    )
+
+
+LAYER_DECODE = _layer(
+    "kda_jax.kda_decode",
+    Operand("x", "B D", FLOATS, "the normed input, one token a row"),
+    Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+)
+LAYER_PREFILL = _layer(
+    "kda_jax.kda_prefill",
+    Operand("x", "T D", FLOATS, "the normed inputs of all sequences"),
+    Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
+    replace(CU_SEQLENS, required=True),
+    Operand("fresh", "N", ("bool",), "whether a sequence starts from nothing", required=False),
+)
+
+
+def _tensor(name, axes, meaning):
+    return Operand(name, axes, FLOATS, meaning)
+
+
+_PROJECTIONS = (
+    _tensor("q_proj.weight", "H*K D", "query projection"),
+    _tensor("k_proj.weight", "H*K D", "key projection"),
+    _tensor("v_proj.weight", "HV*V D", "value projection"),
+    _tensor("q_conv1d.weight", "H*K 1 W", "short convolution of q, per channel"),
+    _tensor("k_conv1d.weight", "H*K 1 W", "short convolution of k, per channel"),
+    _tensor("v_conv1d.weight", "HV*V 1 W", "short convolution of v, per channel"),
+    _tensor("b_proj.weight", "HV D", "raw beta logits"),
+    _tensor(
+        "A_log", "HV", "natural log of the decay rate; also [1, 1, HV, 1], or padded with zeros"
+    ),
+    _tensor("dt_bias", "HV*K", "bias of the forget gate per (value head, key channel)"),
+    _tensor("o_norm.weight", "V", "RMSNorm before the output projection"),
+    _tensor("o_proj.weight", "D HV*V", "output projection"),
+)
+_FORGET_GATE = (
+    _tensor("f_a_proj.weight", "K D", "forget gate, down"),
+    _tensor("f_b_proj.weight", "HV*K K", "forget gate, up"),
+)
+
+# One KDA layer as released, below `...layers.<i>.self_attn.` (FLA: `.attn.`), in each layout that is known.
+CHECKPOINT = (
+    Layout(
+        "low-rank output gate (Kimi-Linear, GLM-5.3)",
+        "g_a_proj.weight",
+        (
+            *_PROJECTIONS,
+            *_FORGET_GATE,
+            _tensor("g_a_proj.weight", "V D", "output gate, down"),
+            _tensor("g_b_proj.weight", "HV*V V", "output gate, up"),
+        ),
+    ),
+    Layout(
+        "full-rank output gate (Kimi-K3)",
+        "g_proj.weight",
+        (*_PROJECTIONS, *_FORGET_GATE, _tensor("g_proj.weight", "HV*V D", "output gate")),
+    ),
+    Layout(
+        "FLA's own layer",
+        "f_proj.0.weight",
+        (
+            *_PROJECTIONS,
+            _tensor("f_proj.0.weight", "V D", "forget gate, down"),
+            _tensor("f_proj.1.weight", "HV*K V", "forget gate, up"),
+            _tensor("g_proj.0.weight", "V D", "output gate, down"),
+            _tensor("g_proj.1.weight", "HV*V V", "output gate, up"),
+            _tensor("g_proj.1.bias", "HV*V", "output gate, up"),
+        ),
+    ),
+)
