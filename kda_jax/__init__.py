@@ -18,10 +18,13 @@ from kda_contracts import (
 )
 from kda_jax.call import Implementation
 from kda_jax.checkpoint import check_values, load_layer, load_layers
+from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.dispatch import Explanation, explain
+from kda_jax.gates import kda_beta, kda_log_decay
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.layouts import pack_qkv, state_from_kv, state_to_kv
+from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import validate_cu_seqlens
 from kda_jax.slots import clear_slots, pad_slots, validate_slots
@@ -50,11 +53,16 @@ __all__ = [
     "clear_slots",
     "commit",
     "config_from_hf",
+    "conv_decode",
+    "conv_prefill",
     "explain",
     "fused_sigmoid_gating_kda_update",
+    "gated_rms_norm",
     "init_cache",
     "init_params",
+    "kda_beta",
     "kda_decode",
+    "kda_log_decay",
     "kda_prefill",
     "load_layer",
     "load_layers",

@@ -20,7 +20,7 @@ PREFILL = ("chunk_kda", "kda_prefill")
 CONTRACTS = {
     contract.name.removeprefix("kda_jax."): contract
     for contract in vars(kda_contracts).values()
-    if isinstance(contract, kda_contracts.Contract)
+    if isinstance(contract, kda_contracts.Contract) and contract.operands
 }
 
 

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
-from kda_jax import dispatch, gates, pools
+from kda_jax import conv, dispatch, gates, norm, pools
 from kda_jax.call import Array, Implementation, Maths
-from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
-from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import owners
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters, require_containers
@@ -68,7 +66,7 @@ def kda_decode(
     if choice.name == "xla":
         # The kernels pass over padded rows, whatever they hold; XLA's gather and derivatives do not.
         x = _masked(x, live)
-    mixed_qkv, conv = conv_decode(_project(params, x), _kernels(params), cache.conv, slots)
+    mixed_qkv, window = conv.one_token(_project(params, x), _kernels(params), cache.conv, slots)
     out, state = packed_decode(
         mixed_qkv,
         _forget(params, x),
@@ -81,7 +79,7 @@ def kda_decode(
         lower_bound=config.lower_bound,
         implementation=choice.name,
     )
-    return _output(params, x, out[:, 0], live, config)[:B], KDACache(conv, state)
+    return _output(params, x, out[:, 0], live, config)[:B], KDACache(window, state)
 
 
 def kda_prefill(
@@ -138,7 +136,7 @@ def kda_prefill(
     T, H, HV, K, V = x.shape[0], sizes.H, sizes.HV, sizes.K, sizes.V
     live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)
-    mixed, conv = conv_prefill(
+    mixed, window = conv.all_tokens(
         _project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources
     )
     q, k, v = jnp.split(mixed, [H * K, 2 * H * K], axis=1)
@@ -165,7 +163,7 @@ def kda_prefill(
         use_qk_l2norm_in_kernel=True,
         implementation=choice.name,
     )
-    return _output(params, x, out[0], live, config)[:tokens], KDACache(conv, state)
+    return _output(params, x, out[0], live, config)[:tokens], KDACache(window, state)
 
 
 def _judge(contract, params, config, operands):
@@ -225,6 +223,6 @@ def _output(params, x, out, live, config):
     gate = _times(x if params.g_down is None else _times(x, params.g_down), params.g_up)
     if params.g_bias is not None:
         gate = gate + params.g_bias.astype(gate.dtype)[None]
-    normed = gated_rms_norm(out, gate.reshape(out.shape), params.norm, config.norm_eps)
+    normed = norm.gated(out, gate.reshape(out.shape), params.norm, config.norm_eps)
     y = _times(normed.reshape(-1, params.o_proj.shape[0]), params.o_proj)
     return _masked(y, live)

@@ -124,6 +124,7 @@ def _explain(options):
     letters |= {"D": MODELS[options.model].hidden_size, "T": options.tokens, "N": options.batch}
     letters |= {
         "W": 4,
+        "...": (options.batch, letters["HV"]),
         "R": letters["K"],
         "C": 2 * letters["H"] * letters["K"] + letters["HV"] * letters["V"],
     }
