@@ -8,9 +8,11 @@ Slots and operands are random; layers rotate, so that L2 is cold. The multiply i
 XLA's multiply of bfloat16 is slower than the op itself.
 """
 
+import argparse
 import dataclasses
 import datetime
 import json
+import re
 import subprocess
 import time
 
@@ -178,9 +180,19 @@ def compile_seconds(implementation: kda_jax.Implementation = "auto"):
     return seconds
 
 
+def _shapes(text):
+    """The option's text, if it is a list of shapes."""
+    if not all(re.fullmatch(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,5}", x) for x in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not of the form BxHV,BxHV,...")
+    return text
+
+
 def add_arguments(parser):
     parser.add_argument(
-        "--shapes", default=",".join(GRID), help="BxHV,... (default: the whole grid)"
+        "--shapes",
+        type=_shapes,
+        default=",".join(GRID),
+        help="BxHV,... (default: the whole grid)",
     )
     parser.add_argument("--pool-dtype", default="float32", choices=tuple(STATE_LIMIT))
     parser.add_argument("--ordered", action="store_true", help="rows in the order of their slots")
