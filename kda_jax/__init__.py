@@ -3,6 +3,10 @@
 Public are the names in `__all__`, and the modules `kda_jax.sharding` (a layer over a mesh) and
 `kda_jax.nnx` (the layer as a Flax module), which are loaded when they are first used. All other
 modules are the package's own, and may change.
+
+In docstrings float means float32, bfloat16 or float16, and integer means int8 to int64. Letters of
+shapes: B rows, T tokens of a row, N sequences, S slots, H key heads and HV value heads, K and V
+their dimensions, W the width of the convolution, C its channels, D the model's width.
 """
 
 import importlib

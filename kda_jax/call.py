@@ -22,7 +22,8 @@ Implementation = Literal["auto", "mosaic_gpu", "triton", "xla"]
 class Maths:
     """The static options of the recurrence.
 
-    With `activated`, `a` is the log decay and `b` is beta, and the options of the gates mean nothing.
+    With `activated`, `a` is the log decay and `b` is beta, and the options of the gates mean
+    nothing.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""A checkpoint's KDA layers as `KDAParams`: judged by the headers first, then read, a rank's share alone."""
+"""A checkpoint's KDA layers as `KDAParams`: judged by the headers, then read by rank."""
 
 import dataclasses
 import functools
@@ -72,18 +72,22 @@ def load_layer(
     """One KDA layer of a checkpoint: all of it, or what one tensor-parallel rank holds.
 
     Args:
-      path: a safetensors file, or a folder of them as a hub has it, with `config.json` beside it: Kimi-Linear, Kimi-K3,
-        GLM-5.3 or FLA's own layer.
+      path: a safetensors file, or a folder of them as a hub has it, with `config.json` beside it:
+        Kimi-Linear, Kimi-K3, GLM-5.3 or FLA's own layer.
       layer: the layer's number in the tensors' names.
-      rank: 0 to `ranks - 1`. ranks: ranks that the heads are split over; only this rank's part of the file is read.
-      dtype: of the weights, float32, bfloat16 or float16; None keeps each tensor's own. A_log and dt_bias are float32.
+      rank: 0 to `ranks - 1`. ranks: ranks that the heads are split over; only this rank's part of
+        the file is read.
+      dtype: of the weights, a float one; None keeps each tensor's own. A_log and dt_bias are
+        float32.
 
     Returns:
-      `(KDAConfig, KDAParams)`: the config of the whole model, and the rank's weights, on JAX's default device.
+      `(KDAConfig, KDAParams)`: the config of the whole model, and the rank's weights, on JAX's
+      default device.
 
     Raises:
-      ContractError: the headers break the contract, there is no such KDA layer, the heads cannot be split over `ranks`,
-        `rank` or `dtype` is none, or the tail of a padded A_log is not zero.
+      ContractError: the headers break the contract, there is no such KDA layer, the heads cannot be
+        split over `ranks`, `rank` is out of range, `dtype` is not a float dtype, or the tail of a
+        padded A_log is not zero.
       BadFileError: a file that cannot be judged or read.
       ImportError: without `safetensors` (the extra `checkpoint`).
 
@@ -111,10 +115,12 @@ def load_layers(
 
     Args:
       path, rank, ranks, dtype: as in `load_layer`.
-      progress: whether a terminal shows how far it is, where `rich` is installed (the extra `checkpoint`).
+      progress: whether a terminal shows how far it is, where `rich` is installed (the extra
+        `checkpoint`).
 
     Returns:
-      `(KDAConfig, {layer: KDAParams})`, the layers by their numbers in the tensors' names, ascending.
+      `(KDAConfig, {layer: KDAParams})`, the layers by their numbers in the tensors' names,
+      ascending.
 
     Raises:
       ContractError, BadFileError, ImportError: as `load_layer`; one faulty layer is enough.
@@ -143,7 +149,7 @@ def check_values(
 
     Args:
       path: as in `load_layer`. tp: tensor-parallel ranks that the heads are to be split over.
-      every: whether every other tensor of those layers must be finite too, so that all of it is read.
+      every: also read and check all remaining tensors of those layers.
       progress: as in `load_layers`.
 
     Returns:

@@ -21,7 +21,8 @@ def conv_decode(x: Array, weight: Array, pool: Pool, slots: Array) -> tuple[jax.
     Args:
       x: `[B, C]` float; the projected channels, one token a row.
       weight: `[C, W]` float; the taps of each channel. The last column meets the newest input.
-      pool: `[S, C, W-1]` float, the last inputs of each slot, oldest first; an array or a `jax.Ref`.
+      pool: `[S, C, W-1]` float, the last inputs of each slot, oldest first; an array or a
+        `jax.Ref`.
       slots: `[B]` integer; the slot of each row. Outside `[0, S)`: a padded row, whose output is
         zero and for which nothing moves. Two live rows may not share a slot.
 
@@ -32,7 +33,8 @@ def conv_decode(x: Array, weight: Array, pool: Pool, slots: Array) -> tuple[jax.
       As `packed_decode`: in place where the pool is donated inside `jit`, or a Ref.
 
     Raises:
-      ContractError: a ValueError, at trace time, that lists every argument that breaks the contract.
+      ContractError: a ValueError, at trace time, that lists every argument that breaks the
+        contract.
 
     Source: the short convolution of the Kimi Linear paper.
 
@@ -87,17 +89,18 @@ def conv_prefill(
     Args:
       x: `[T, C]` float; the projected channels of all sequences.
       weight: `[C, W]` float; the taps of each channel. The last column meets the newest input.
-      pool: `[S, C, W-1]` float, the last inputs of each slot, oldest first; an array or a `jax.Ref`.
+      pool: `[S, C, W-1]` float, the last inputs of each slot, oldest first; an array or a
+        `jax.Ref`.
       slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one, whose output
         is zero and for which nothing moves. Two live sequences may not share a slot.
       cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to
         `cu_seqlens[n+1] - 1` (`validate_cu_seqlens` checks the values on the host).
-      sources: None, or `[N]` integer; the slots whose inputs are continued. Outside `[0, S)`: zeros,
-        a fresh sequence.
+      sources: None, or `[N]` integer; the slots whose inputs are continued. Outside `[0, S)`:
+        zeros, a fresh sequence.
 
     Returns:
-      `(y, pool)`: `[T, C]` in x's dtype, and the updated pool in its own; None for a Ref. A token of
-      no sequence gives zero, and an empty sequence moves nothing.
+      `(y, pool)`: `[T, C]` in x's dtype, and the updated pool in its own; None for a Ref. A token
+      of no sequence gives zero, and an empty sequence moves nothing.
 
     Effects:
       As `packed_decode`: in place where the pool is donated inside `jit`, or a Ref.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,7 @@ def _choice(contract, name):
     return Choice(name, rows=8, tokens=getattr(module, "ALIGNED", 1))
 
 
-def explain(op, *args, **kwargs) -> Explanation:
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What a call of `op` would run on this host, and why not the others. Nothing is computed.
 
     Args:
@@ -115,8 +116,9 @@ def explain(op, *args, **kwargs) -> Explanation:
     >>> import kda_jax
     >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     >>> slots = jax.ShapeDtypeStruct((3,), jnp.int32)
-    >>> x = shape(3, 384), shape(3, 256), shape(3, 4), shape(4), shape(256), shape(6, 4, 32, 64), slots
-    >>> explain(kda_jax.packed_decode, *x, implementation="xla").implementation
+    >>> x = shape(3, 384), shape(3, 256), shape(3, 4), shape(4), shape(256)
+    >>> pool = shape(6, 4, 32, 64)
+    >>> explain(kda_jax.packed_decode, *x, pool, slots, implementation="xla").implementation
     'xla'
     """
     contract = CONTRACTS.get(getattr(op, "__name__", ""))

@@ -41,21 +41,23 @@ def kda_log_decay(
         with a `lower_bound`, is a rate of 1.
       dt_bias: `[HV*K]` float, in any shape of HV*K elements; added to `a`. None is 0.
       lower_bound: None for the softplus gate, or a static finite number < 0 for the safe gate.
-      softplus_beta, softplus_threshold: the softplus is `log(1 + exp(beta * x)) / beta`, and x where
-        `beta * x` is above the threshold. Static numbers, the first > 0; the softplus gate only.
+      softplus_beta, softplus_threshold: the softplus is `log(1 + exp(beta * x)) / beta`, and x
+        where `beta * x` is above the threshold. Static numbers, the first > 0; the softplus gate
+        only.
 
     Returns:
       `[B, T, HV, K]` float32, at most 0: natural log of the decay of each key channel.
 
     Raises:
-      ContractError: a ValueError, at trace time, that lists every argument that breaks the contract.
+      ContractError: a ValueError, at trace time, that lists every argument that breaks the
+        contract.
       TypeError: an option is traced.
 
     Source: the gates of SGLang's `cutedsl_fused_sigmoid_gating_kda_update`.
 
-    >>> a = jnp.zeros((1, 2, 3))                                        # one value head, K = 3
-    >>> kda_log_decay(a, jnp.zeros(1), jnp.ones(3), lower_bound=-5.0)[0, :, 0].round(4).tolist()
-    [[-3.6553, -3.6553, -3.6553], [-3.6553, -3.6553, -3.6553]]
+    >>> a = jnp.zeros((1, 2, 3))  # of one value head, with K = 3
+    >>> kda_log_decay(a, jnp.zeros(1), None, lower_bound=-5.0)[0, :, 0].tolist()
+    [[-2.5, -2.5, -2.5], [-2.5, -2.5, -2.5]]
     """
     options = dict(
         lower_bound=lower_bound, softplus_beta=softplus_beta, softplus_threshold=softplus_threshold
@@ -83,7 +85,8 @@ def kda_beta(b: Array, *, allow_neg_eigval: bool = False) -> jax.Array:
       `[B, T, HV]` float32.
 
     Raises:
-      ContractError: a ValueError, at trace time, that lists every argument that breaks the contract.
+      ContractError: a ValueError, at trace time, that lists every argument that breaks the
+        contract.
       TypeError: `allow_neg_eigval` is traced.
 
     Source: the gates of SGLang's `cutedsl_fused_sigmoid_gating_kda_update`.
@@ -97,7 +100,10 @@ def kda_beta(b: Array, *, allow_neg_eigval: bool = False) -> jax.Array:
 
 
 def decay_and_beta(a, b, A_log, dt_bias, maths: Maths, differentiable=False):
-    """`(log_decay, beta)` of float32 operands: `a` and `dt_bias` `[..., K]`, `A_log` `[..., 1]`, `b` of any shape."""
+    """`(log_decay, beta)` of float32 operands.
+
+    `a` and `dt_bias` are `[..., K]`, `A_log` `[..., 1]`, `b` of any shape.
+    """
     if maths.activated:
         return a, b
     gate, logistic = (
@@ -122,12 +128,14 @@ def log_decay(x, A_log, lower_bound, softplus_beta=1.0, softplus_threshold=20.0)
     Args:
       x: `a + dt_bias`, float32.
       A_log: natural log of the decay rate of x's head, float32, broadcastable against x.
-      lower_bound: None for the softplus gate, `-exp(A_log) * softplus(x)`; a negative float for the safe gate,
-        `lower_bound * sigmoid(exp(A_log) * x)`.
-      softplus_beta, softplus_threshold: the softplus is `softplus(beta * x) / beta`, and x where beta * x is above the
-        threshold. From 20 on that is the softplus itself in float32, and nothing is compared.
+      lower_bound: None for the softplus gate, `-exp(A_log) * softplus(x)`; a negative float for the
+        safe gate, `lower_bound * sigmoid(exp(A_log) * x)`.
+      softplus_beta, softplus_threshold: the softplus is `softplus(beta * x) / beta`, and x where
+        beta * x is above the threshold. From 20 on that is the softplus itself in float32, and
+        nothing is compared.
 
-    Finite x and A_log, or A_log = -inf, never give NaN: an overflowing rate or x counts as the largest float32.
+    Finite x and A_log, or A_log = -inf, never give NaN: an overflowing rate or x counts as the
+    largest float32.
     """
     rate = _below_infinity(jnp.exp(A_log))
     x = jnp.where(x < -FLOAT32_MAX, -FLOAT32_MAX, _below_infinity(x))
@@ -148,7 +156,8 @@ def _sharpened(x, beta, threshold):
 def softplus(x):
     """log(1 + exp(x)) within 2.4e-7 relative over the whole range: max(x, 0) + log1p(exp(-|x|)).
 
-    log1p(e) is 2 * atanh(e / (2 + e)), and atanh's argument is at most 1/3, so seven terms of its series are enough.
+    log1p(e) is 2 * atanh(e / (2 + e)), and atanh's argument is at most 1/3, so seven terms of its
+    series are enough.
     """
     e = jnp.exp(-jnp.abs(x))
     z = e / (2.0 + e)
@@ -165,7 +174,7 @@ def sigmoid(x):
 
 
 def inverse_norm(sum_of_squares):
-    """1 / sqrt(sum + 1e-6), the factor that l2-normalizes q and k. The epsilon is on the sum, not on the mean."""
+    """1 / sqrt(sum + 1e-6), the factor that l2-normalizes q and k: epsilon is on the sum."""
     return lax.rsqrt(sum_of_squares + NORM_EPS)
 
 
@@ -175,7 +184,9 @@ def _below_infinity(x):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def differentiable_log_decay(x, A_log, lower_bound, softplus_beta=1.0, softplus_threshold=20.0):
-    """log_decay with its exact derivative: that of the formulas above is NaN where an exponential overflows."""
+    """log_decay with its exact derivative: that of the formulas is NaN where an exponential
+    overflows.
+    """
     return log_decay(x, A_log, lower_bound, softplus_beta, softplus_threshold)
 
 

@@ -1,4 +1,4 @@
-"""A whole KDA layer: projections, short convolution, gates, recurrence, gated norm, output projection."""
+"""A whole KDA layer: projections, short convolution, gates, recurrence, gated norm."""
 
 import dataclasses
 
@@ -27,18 +27,20 @@ def kda_decode(
 
     Args:
       params: `KDAParams`.
-      x: `[B, D]` bfloat16, float16 or float32; the normed input of the layer.
+      x: `[B, D]` float; the normed input of the layer.
       cache: `KDACache`, whose pools may be `jax.Ref`s.
-      slots: `[B]` int8 to int64; outside `[0, S)`: a padded row, whose output is zero and which touches no slot.
+      slots: `[B]` integer; outside `[0, S)`: a padded row, whose output is zero and which touches
+        no slot.
       config: `KDAConfig`, static.
       implementation: of the recurrence, as in `packed_decode`.
 
     Returns:
-      `(y, cache)`: `[B, D]` in x's dtype, to be added to the residual stream, and the cache, advanced by one token.
+      `(y, cache)`: `[B, D]` in x's dtype, to be added to the residual stream, and the cache,
+      advanced by one token.
 
     Effects:
-      A cache that is donated to the surrounding `jit` advances in place. Under `shard_map` with the heads sharded, `y`
-      is this shard's part of the sum over them (`kda_jax.sharding`).
+      A cache that is donated to the surrounding `jit` advances in place. Under `shard_map` with the
+      heads sharded, `y` is this shard's part of the sum over them (`kda_jax.sharding`).
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`.
@@ -49,7 +51,9 @@ def kda_decode(
     >>> from kda_jax.weights import init_cache, init_params
     >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)
-    >>> step = jax.jit(lambda cache, x, slots: kda_decode(params, x, cache, slots, config=config), donate_argnums=0)
+    >>> def step(cache, x, slots):
+    ...     return kda_decode(params, x, cache, slots, config=config)
+    >>> step = jax.jit(step, donate_argnums=0)
     >>> y, cache = step(cache, jnp.ones((2, 16), jnp.bfloat16), jnp.array([2, -1]))
     >>> y.shape, bool(y[1].any()), bool(cache.state[2].any())
     ((2, 16), False, True)
@@ -64,7 +68,8 @@ def kda_decode(
         slots = jnp.pad(slots, (0, choice.rows - B), constant_values=-1)
     live = pools.inside(slots, sizes.S)
     if choice.name == "xla":
-        # The kernels pass over padded rows, whatever they hold; XLA's gather and derivatives do not.
+        # The kernels pass over padded rows, whatever they hold. XLA's gather does not, nor its
+        # derivatives.
         x = _masked(x, live)
     mixed_qkv, window = conv.one_token(_project(params, x), _kernels(params), cache.conv, slots)
     out, state = packed_decode(
@@ -93,14 +98,18 @@ def kda_prefill(
     fresh: Array | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, KDACache]:
-    """All tokens of sequences that lie end to end through the layer; each continues what its slot holds.
+    """All tokens of sequences that lie end to end through the layer.
+
+    Each sequence continues what its slot holds.
 
     Args:
       params: `KDAParams`.
-      x: `[T, D]` bfloat16, float16 or float32; the normed inputs of all sequences.
+      x: `[T, D]` float; the normed inputs of all sequences.
       cache: `KDACache`, whose pools may be `jax.Ref`s.
-      slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded one, whose output is zero.
-      cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`.
+      slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one, whose output
+        is zero.
+      cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to
+        `cu_seqlens[n+1] - 1`.
       config: `KDAConfig`, static.
       fresh: None, or `[N]` bool: whether a sequence starts from nothing, whatever its slot holds.
       implementation: of the recurrence, as in `chunk_kda`.
@@ -119,7 +128,8 @@ def kda_prefill(
     >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)
     >>> x = jnp.ones((5, 16), jnp.bfloat16)
-    >>> y, cache = kda_prefill(params, x, cache, jnp.array([2, 0]), jnp.array([0, 3, 5]), config=config)
+    >>> slots, bounds = jnp.array([2, 0]), jnp.array([0, 3, 5])
+    >>> y, cache = kda_prefill(params, x, cache, slots, bounds, config=config)
     >>> y.shape, cache.state.any((1, 2, 3)).tolist()
     ((5, 16), [True, False, True])
     """
@@ -167,7 +177,7 @@ def kda_prefill(
 
 
 def _judge(contract, params, config, operands):
-    """The sizes of a step, or a ContractError; the output gate's two weights are judged together."""
+    """The sizes of a step, or a ContractError. The output gate's weights are judged together."""
     local = letters(config, params)
     sizes = check(contract, local, **operands)
     rows, letter = (config.D, "D") if params.g_down is None else (config.V, "V")
@@ -189,7 +199,9 @@ def _arrays(params, cache):
 
 
 def _masked(x, live):
-    """x with zeros where a token is not live: what stands there may be anything, and disturbs no derivative."""
+    """x with zeros where a token is not live: it may hold anything, and contributes nothing to
+    gradients.
+    """
     return jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
 
 
@@ -219,7 +231,7 @@ def _forget(params, x):
 
 
 def _output(params, x, out, live, config):
-    """The gated norm and the output projection of `[tokens, HV, V]`; zeros where a token is not live."""
+    """The gated norm and the output projection of `[tokens, HV, V]`; zeros where none is live."""
     gate = _times(x if params.g_down is None else _times(x, params.g_down), params.g_up)
     if params.g_bias is not None:
         gate = gate + params.g_bias.astype(gate.dtype)[None]

@@ -16,11 +16,12 @@ def pack_qkv(
     K: int | None = None,
     V: int | None = None,
 ) -> jax.Array:
-    """The flat row that `packed_decode` takes: q of all heads, then k of all heads, then v of all value heads.
+    """The flat row of `packed_decode`: q of all heads, k of all heads, v of all value heads.
 
     Args:
-      q: `[B, H, K]`, or the interleaved row `[B, H*(2*K+G*V)]` alone: for each key head its q, its k and the v of its G
-        value heads, as Qwen3-Next and attention-gym pack it. No shape tells that row from a flat one.
+      q: `[B, H, K]`, or the interleaved row `[B, H*(2*K+G*V)]` alone: for each key head its q, its
+        k and the v of its G value heads, as Qwen3-Next and attention-gym pack it. No shape tells
+        that row from a flat one.
       k: `[B, H, K]`, or None with an interleaved row.
       v: `[B, HV, V]`, or None with an interleaved row.
       H, K, V: key heads and head dimensions; needed for an interleaved row only.
@@ -32,7 +33,8 @@ def pack_qkv(
       ContractError: the shapes or dtypes do not fit together.
 
     >>> import jax.numpy as jnp
-    >>> q, k, v = jnp.array([[[1, 2], [3, 4]]]), jnp.array([[[5, 6], [7, 8]]]), jnp.array([[[9], [10]]])
+    >>> q, k = jnp.array([[[1, 2], [3, 4]]]), jnp.array([[[5, 6], [7, 8]]])
+    >>> v = jnp.array([[[9], [10]]])
     >>> pack_qkv(q, k, v).tolist()
     [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     >>> pack_qkv(jnp.array([[1, 2, 5, 6, 9, 3, 4, 7, 8, 10]]), H=2, K=2, V=1).tolist()

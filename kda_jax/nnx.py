@@ -25,13 +25,14 @@ class KDALayer(nnx.Module):
       dtype: of random weights.
       rngs: `nnx.Rngs` for random weights.
 
-    The cache is no part of the module: it belongs to the requests, and is passed and returned, so that a donating
-    `nnx.jit` advances it in place.
+    The cache is no part of the module: it belongs to the requests, and is passed and returned, so
+    that a donating `nnx.jit` advances it in place.
 
     >>> import jax, jax.numpy as jnp
     >>> layer = KDALayer(KDAConfig(D=16, H=1, HV=2, K=8, V=4), rngs=nnx.Rngs(0), dtype=jnp.float32)
     >>> cache = layer.init_cache(3, conv_dtype=jnp.float32)
-    >>> step = nnx.jit(lambda layer, cache: layer.decode(jnp.ones((2, 16)), cache, jnp.array([2, -1])))
+    >>> x, slots = jnp.ones((2, 16)), jnp.array([2, -1])
+    >>> step = nnx.jit(lambda layer, cache: layer.decode(x, cache, slots))
     >>> y, cache = step(layer, cache)
     >>> y.shape, len(jax.tree.leaves(nnx.state(layer, nnx.Param)))
     ((2, 16), 14)

@@ -21,7 +21,8 @@ def gated_rms_norm(x: Array, gate: Array, weight: Array, *, eps: float = 1e-5) -
       `[..., V]`, x's dtype.
 
     Raises:
-      ContractError: a ValueError, at trace time, that lists every argument that breaks the contract.
+      ContractError: a ValueError, at trace time, that lists every argument that breaks the
+        contract.
       TypeError: `eps` is traced.
 
     Source: the gated norm of the Kimi Linear paper, as FLA has it with `activation="sigmoid"`.

@@ -5,21 +5,27 @@ collective: the sum of the output projections over the heads' axis.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kda_contracts import LAYER_DECODE, Contract, ContractError, split_heads
-from kda_jax.call import Implementation
+from kda_jax.call import Array, Implementation
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.pools import as_int32
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
-def specs(contract: Contract, *, heads, rows=None):
+def specs(
+    contract: Contract,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+) -> tuple[dict[str, P], tuple[P, ...]]:
     """How each operand and result of an operator is cut, as its table's axes say.
 
     Args:
@@ -51,7 +57,7 @@ def _spec(operand, heads, rows):
     return P(*(at.get(axis) for axis in range(len(operand.axes.split()))))
 
 
-def params_specs(params: KDAParams, heads) -> KDAParams:
+def params_specs(params: KDAParams, heads: str | None) -> KDAParams:
     """How each weight of a layer is cut over the mesh axis `heads`.
 
     Args:
@@ -73,7 +79,7 @@ def params_specs(params: KDAParams, heads) -> KDAParams:
     return KDAParams(**fields)
 
 
-def cache_specs(heads, rows=None) -> KDACache:
+def cache_specs(heads: str | None, rows: str | None = None) -> KDACache:
     """How a layer's two pools are cut.
 
     Each device's channels of `conv` are q, k and v of its own heads (`split_packed`).
@@ -95,11 +101,12 @@ def cache_specs(heads, rows=None) -> KDACache:
     return KDACache(**fields)
 
 
-def split_packed(x, ranks, config: KDAConfig, *, axis=-1):
+def split_packed(x: Array, ranks: int, config: KDAConfig, *, axis: int = -1) -> jax.Array:
     """A packed axis `q | k | v` in the order q0 k0 v0 | q1 ...: a cut gives each shard its heads.
 
     Args:
-      x: any array with `2*H*K+HV*V` elements along the axis: `mixed_qkv`, a convolution's pool or its kernel.
+      x: any array with `2*H*K+HV*V` elements along the axis: `mixed_qkv`, a convolution's pool or
+        its kernel.
       ranks: shards that the heads are split over; must divide H and HV.
       config: for H, HV, K, V of the whole.
       axis: the packed one.
@@ -117,7 +124,7 @@ def split_packed(x, ranks, config: KDAConfig, *, axis=-1):
     return _reorder("split_packed", x, ranks, config, axis, ranks_first=False)
 
 
-def join_packed(x, ranks, config: KDAConfig, *, axis=-1):
+def join_packed(x: Array, ranks: int, config: KDAConfig, *, axis: int = -1) -> jax.Array:
     """The way back from `split_packed`: q of all heads, k of all, v of all.
 
     Args, Returns, Raises: as `split_packed`.
@@ -151,7 +158,7 @@ def _reorder(name, x, ranks, config, axis, *, ranks_first):
     return jnp.moveaxis(x, -1, axis)
 
 
-def local_slots(indices, shard, slots_per_shard):
+def local_slots(indices: Array, shard: int | jax.Array, slots_per_shard: int) -> jax.Array:
     """A shard's own slot numbers from global ones; a row of another shard becomes a padded row.
 
     Args:
@@ -172,7 +179,15 @@ def local_slots(indices, shard, slots_per_shard):
     return jnp.where((own >= 0) & (own < slots_per_shard), own, -1)
 
 
-def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads, rows=None):
+def place(
+    params: KDAParams,
+    cache: KDACache,
+    mesh: Mesh,
+    config: KDAConfig,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+) -> tuple[KDAParams, KDACache]:
     """A whole layer's weights and cache on a mesh, as `sharded_decode` and `sharded_prefill` want.
 
     Args:
@@ -203,14 +218,14 @@ def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads,
 
 
 def sharded_decode(
-    mesh,
+    mesh: Mesh,
     config: KDAConfig,
     params: KDAParams,
     *,
-    heads,
-    rows=None,
+    heads: str | None,
+    rows: str | None = None,
     implementation: Implementation = "auto",
-):
+) -> Callable[..., tuple[jax.Array, KDACache]]:
     """`kda_decode` over a mesh.
 
     Args:
@@ -249,14 +264,14 @@ def sharded_decode(
 
 
 def sharded_prefill(
-    mesh,
+    mesh: Mesh,
     config: KDAConfig,
     params: KDAParams,
     *,
-    heads,
-    rows=None,
+    heads: str | None,
+    rows: str | None = None,
     implementation: Implementation = "auto",
-):
+) -> Callable[..., tuple[jax.Array, KDACache]]:
     """`kda_prefill` over a mesh.
 
     Args:

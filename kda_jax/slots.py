@@ -17,17 +17,22 @@ def validate_slots(
     num_slots: int,
     source_indices: Array | Sequence[int] | None = None,
 ) -> None:
-    """Checks a batch's slots on the host, before a step: the op itself checks no value, so that nothing synchronizes.
+    """Checks a batch's slots on the host, before a step.
+
+    The op itself checks no value, so that nothing synchronizes.
 
     Args:
-      indices: `[B]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its device). -1 is a padded
-        row; every other value must be in `[0, num_slots)` and stand there once.
+      indices: `[B]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its
+        device). -1 is a padded row; every other value must be in `[0, num_slots)` and stand there
+        once.
       num_slots: S, the slots of the pool.
-      source_indices: None, or `[B]` integers: the slots that the live rows read. -1 starts a row from a zero state;
-        every other value must be in `[0, num_slots)`, and no row may read a slot that another row writes.
+      source_indices: None, or `[B]` integers: the slots that the live rows read. -1 starts a row
+        from a zero state; every other value must be in `[0, num_slots)`, and no row may read a slot
+        that another row writes.
 
     Raises:
-      ContractError: names the first rows and values that are out of range, repeated, or read while written.
+      ContractError: names the first rows and values that are out of range, repeated, or read while
+        written.
       TypeError: the indices are traced, or not integers.
 
     >>> validate_slots([4, -1, 0, -1], 6)
@@ -77,7 +82,9 @@ def pad_slots(
     indices: Array | Sequence[int],
     B: int,
 ) -> Array:
-    """A batch's slots padded with -1 to B rows, for a step that was compiled for B: no stale index stays behind.
+    """A batch's slots padded with -1 to B rows, for a step that was compiled for B.
+
+    No stale index stays behind.
 
     Args:
       indices: `[n]` integers with n <= B, a NumPy or JAX array (or a tracer) or a list.
@@ -105,11 +112,13 @@ def clear_slots(
     pool: Pool,
     indices: Array | Sequence[int],
 ) -> jax.Array:
-    """Zeroes the state of some slots, as a new request wants it: a freed slot keeps its last tenant's state.
+    """Zeroes the state of some slots, as a new request wants it.
+
+    A freed slot keeps its last tenant's state.
 
     Args:
       pool: `[S, HV, V, K]` (or any array led by S), an array or a `jax.Ref`; any dtype.
-      indices: `[n]` int8 to int64; values outside `[0, S)` are passed over, repeated ones do no harm.
+      indices: `[n]` integer; values outside `[0, S)` are passed over, repeated ones do no harm.
 
     Returns:
       The pool with zeros there; None for a Ref.

@@ -54,7 +54,7 @@ class KDAConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class KDAParams:
-    """The weights of one layer, as `x @ w` takes them; any float dtype, `A_log` and `dt_bias` best in float32.
+    """The weights of one layer, as `x @ w` takes them: float, `A_log` and `dt_bias` best float32.
 
     `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias` may be None:
     FLA's own layer has it, and the released models do not.
@@ -179,10 +179,11 @@ def init_params(
     *,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> KDAParams:
-    """Random weights of a layer: normal with the variance of 1 over the inputs; decay rates of 1 to 16.
+    """Random weights of a layer: normal, of variance 1 over the inputs; decay rates of 1 to 16.
 
     Args:
-      config: the layer's. key: a JAX random key. dtype: of the weights; A_log and dt_bias stay float32.
+      config: the layer's. key: a JAX random key. dtype: of the weights; A_log and dt_bias stay
+        float32.
 
     Returns:
       `KDAParams`.

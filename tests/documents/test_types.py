@@ -1,11 +1,14 @@
 """The types of the public names, as mypy and pyrefly read them in a caller's file."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import kda_jax
 
 ROOT = Path(__file__).parents[2]
 CLIENT = ROOT / "tests" / "helpers" / "client.py"
@@ -30,6 +33,22 @@ def faults(checker, folder):
     found = re.findall(r"client\.py:(\d+):(?!.* note: )", result.stdout)
     assert found or result.returncode == 0, result.stdout + result.stderr
     return {int(number) for number in found}
+
+
+def functions(module, names):
+    """The functions of these names that the module, or the package of that name, defines."""
+    found = [getattr(module, name) for name in names if not name.startswith("_")]
+    return [x for x in found if inspect.isfunction(x) and x.__module__.startswith(module.__name__)]
+
+
+def test_every_public_function_says_all_its_types():
+    found = functions(kda_jax, kda_jax.__all__)
+    found += functions(kda_jax.sharding, vars(kda_jax.sharding))
+    assert len(found) > 30
+    for function in found:
+        signature = inspect.signature(function)
+        given = [x.annotation for x in signature.parameters.values()]
+        assert inspect.Signature.empty not in (*given, signature.return_annotation), function
 
 
 @pytest.mark.slow

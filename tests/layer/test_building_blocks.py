@@ -1,4 +1,4 @@
-"""The parts of a layer as functions of their own: what they take, what they refuse, their numbers."""
+"""The parts of a layer as functions of their own: what they take and refuse, their numbers."""
 
 import functools
 
