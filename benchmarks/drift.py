@@ -28,7 +28,7 @@ MEMORIES = {"short memory": 0.0, "long memory": -np.log(1000.0)}
 OPTIONS = dict(use_qk_l2norm_in_kernel=True)
 
 
-def drift(steps, memory, implementation="auto", pools=POOLS):
+def drift(steps, memory, implementation: kda_jax.Implementation = "auto", pools=POOLS):
     """{pool dtype: [relative error of the state after each step]}."""
     tokens = [random_operands(SIZES, seed=t) for t in range(steps)]
     first = tokens[0]

@@ -1,34 +1,100 @@
-"""Kimi Delta Attention decode for JAX: `packed_decode` and what belongs to it."""
+"""Kimi Delta Attention for JAX: its operators, a whole layer, and what brings a model to them.
+
+Public are the names in `__all__`, and the modules `kda_jax.sharding` (a layer over a mesh) and
+`kda_jax.nnx` (the layer as a Flax module), which are loaded when they are first used. All other
+modules are the package's own, and may change.
+
+In docstrings float means float32, bfloat16 or float16, and integer means int8 to int64. Letters of
+shapes: B rows, T tokens of a row, N sequences, S slots, H key heads and HV value heads, K and V
+their dimensions, W the width of the convolution, C its channels, D the model's width.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+from kda_contracts import (
+    BadFileError,
+    ContractError,
+    normalize_a,
+    normalize_A_log,
+    normalize_dt_bias,
+)
+from kda_jax.call import Implementation
+from kda_jax.checkpoint import check_values, load_layer, load_layers
+from kda_jax.conv import conv_decode, conv_prefill
+from kda_jax.decode import packed_decode
+from kda_jax.dispatch import Explanation, explain
+from kda_jax.gates import kda_beta, kda_log_decay
+from kda_jax.layer import kda_decode, kda_prefill
+from kda_jax.layouts import pack_qkv, state_from_kv, state_to_kv
+from kda_jax.norm import gated_rms_norm
+from kda_jax.prefill import chunk_kda
+from kda_jax.sequences import validate_cu_seqlens
+from kda_jax.slots import clear_slots, pad_slots, validate_slots
+from kda_jax.update import commit, fused_sigmoid_gating_kda_update, recurrent_kda
+from kda_jax.weights import (
+    KDACache,
+    KDAConfig,
+    KDAParams,
+    config_from_hf,
+    init_cache,
+    init_params,
+)
 
 __version__ = "0.1.0"
 
-from kda_contracts import BadFileError as BadFileError
-from kda_contracts import ContractError as ContractError
-from kda_contracts import normalize_a as normalize_a
-from kda_contracts import normalize_A_log as normalize_A_log
-from kda_contracts import normalize_dt_bias as normalize_dt_bias
-from kda_jax.checkpoint import check_values as check_values
-from kda_jax.checkpoint import load_layer as load_layer
-from kda_jax.checkpoint import load_layers as load_layers
-from kda_jax.decode import packed_decode as packed_decode
-from kda_jax.dispatch import Explanation as Explanation
-from kda_jax.dispatch import explain as explain
-from kda_jax.layer import kda_decode as kda_decode
-from kda_jax.layer import kda_prefill as kda_prefill
-from kda_jax.layouts import pack_qkv as pack_qkv
-from kda_jax.layouts import state_from_kv as state_from_kv
-from kda_jax.layouts import state_to_kv as state_to_kv
-from kda_jax.prefill import chunk_kda as chunk_kda
-from kda_jax.sequences import validate_cu_seqlens as validate_cu_seqlens
-from kda_jax.slots import clear_slots as clear_slots
-from kda_jax.slots import pad_slots as pad_slots
-from kda_jax.slots import validate_slots as validate_slots
-from kda_jax.update import commit as commit
-from kda_jax.update import fused_sigmoid_gating_kda_update as fused_sigmoid_gating_kda_update
-from kda_jax.update import recurrent_kda as recurrent_kda
-from kda_jax.weights import KDACache as KDACache
-from kda_jax.weights import KDAConfig as KDAConfig
-from kda_jax.weights import KDAParams as KDAParams
-from kda_jax.weights import config_from_hf as config_from_hf
-from kda_jax.weights import init_cache as init_cache
-from kda_jax.weights import init_params as init_params
+__all__ = [
+    "BadFileError",
+    "ContractError",
+    "Explanation",
+    "Implementation",
+    "KDACache",
+    "KDAConfig",
+    "KDAParams",
+    "check_values",
+    "chunk_kda",
+    "clear_slots",
+    "commit",
+    "config_from_hf",
+    "conv_decode",
+    "conv_prefill",
+    "explain",
+    "fused_sigmoid_gating_kda_update",
+    "gated_rms_norm",
+    "init_cache",
+    "init_params",
+    "kda_beta",
+    "kda_decode",
+    "kda_log_decay",
+    "kda_prefill",
+    "load_layer",
+    "load_layers",
+    "normalize_A_log",
+    "normalize_a",
+    "normalize_dt_bias",
+    "pack_qkv",
+    "packed_decode",
+    "pad_slots",
+    "recurrent_kda",
+    "state_from_kv",
+    "state_to_kv",
+    "validate_cu_seqlens",
+    "validate_slots",
+]
+
+if TYPE_CHECKING:
+    from kda_jax import nnx as nnx
+    from kda_jax import sharding as sharding
+else:  # a checker that saw this function would accept every name
+
+    def __getattr__(name):
+        if name in ("nnx", "sharding"):
+            return importlib.import_module(f"kda_jax.{name}")
+        raise AttributeError(f"module 'kda_jax' has no attribute {name!r}")
+
+
+def __dir__():
+    # help() gets every name that stands here: nnx needs Flax.
+    on_demand = ["sharding", "nnx"] if importlib.util.find_spec("flax") else ["sharding"]
+    return sorted([*__all__, *on_demand])

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import chex
 import jax
@@ -12,12 +12,18 @@ import numpy as np
 from kda_contracts import ContractError, Operand, check
 from kda_jax import pools
 
+# What public functions take. A pool is an array, or a jax.Ref that is updated in place.
+Array = jax.Array | np.ndarray
+Pool = Array | jax.Ref
+Implementation = Literal["auto", "mosaic_gpu", "triton", "xla"]
+
 
 @dataclass(frozen=True)
 class Maths:
     """The static options of the recurrence.
 
-    With `activated`, `a` is the log decay and `b` is beta, and the options of the gates mean nothing.
+    With `activated`, `a` is the log decay and `b` is beta, and the options of the gates mean
+    nothing.
     """
 
     scale: float

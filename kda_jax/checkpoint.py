@@ -1,4 +1,4 @@
-"""A checkpoint's KDA layers as `KDAParams`: judged by the headers first, then read, a rank's share alone."""
+"""A checkpoint's KDA layers as `KDAParams`: judged by the headers, then read by rank."""
 
 import dataclasses
 import functools
@@ -6,10 +6,12 @@ import itertools
 import math
 import sys
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kda_contracts import (
     CHECKPOINT,
@@ -59,22 +61,33 @@ DTYPE = Option("dtype", "dtype", "dtype of the weights", FLOATS)
 BLOCK = 2**24  # elements that are judged at a time
 
 
-def load_layer(path, layer, *, rank=0, ranks=1, dtype=None) -> tuple[KDAConfig, KDAParams]:
+def load_layer(
+    path: str | PathLike[str],
+    layer: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    dtype: DTypeLike | None = None,
+) -> tuple[KDAConfig, KDAParams]:
     """One KDA layer of a checkpoint: all of it, or what one tensor-parallel rank holds.
 
     Args:
-      path: a safetensors file, or a folder of them as a hub has it, with `config.json` beside it: Kimi-Linear, Kimi-K3,
-        GLM-5.3 or FLA's own layer.
+      path: a safetensors file, or a folder of them as a hub has it, with `config.json` beside it:
+        Kimi-Linear, Kimi-K3, GLM-5.3 or FLA's own layer.
       layer: the layer's number in the tensors' names.
-      rank: 0 to `ranks - 1`. ranks: ranks that the heads are split over; only this rank's part of the file is read.
-      dtype: of the weights, float32, bfloat16 or float16; None keeps each tensor's own. A_log and dt_bias are float32.
+      rank: 0 to `ranks - 1`. ranks: ranks that the heads are split over; only this rank's part of
+        the file is read.
+      dtype: of the weights, a float one; None keeps each tensor's own. A_log and dt_bias are
+        float32.
 
     Returns:
-      `(KDAConfig, KDAParams)`: the config of the whole model, and the rank's weights, on JAX's default device.
+      `(KDAConfig, KDAParams)`: the config of the whole model, and the rank's weights, on JAX's
+      default device.
 
     Raises:
-      ContractError: the headers break the contract, there is no such KDA layer, the heads cannot be split over `ranks`,
-        `rank` or `dtype` is none, or the tail of a padded A_log is not zero.
+      ContractError: the headers break the contract, there is no such KDA layer, the heads cannot be
+        split over `ranks`, `rank` is out of range, `dtype` is not a float dtype, or the tail of a
+        padded A_log is not zero.
       BadFileError: a file that cannot be judged or read.
       ImportError: without `safetensors` (the extra `checkpoint`).
 
@@ -91,16 +104,23 @@ def load_layer(path, layer, *, rank=0, ranks=1, dtype=None) -> tuple[KDAConfig, 
 
 
 def load_layers(
-    path, *, rank=0, ranks=1, dtype=None, progress=True
+    path: str | PathLike[str],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    dtype: DTypeLike | None = None,
+    progress: bool = True,
 ) -> tuple[KDAConfig, dict[int, KDAParams]]:
     """All KDA layers of a checkpoint.
 
     Args:
       path, rank, ranks, dtype: as in `load_layer`.
-      progress: whether a terminal shows how far it is, where `rich` is installed (the extra `checkpoint`).
+      progress: whether a terminal shows how far it is, where `rich` is installed (the extra
+        `checkpoint`).
 
     Returns:
-      `(KDAConfig, {layer: KDAParams})`, the layers by their numbers in the tensors' names, ascending.
+      `(KDAConfig, {layer: KDAParams})`, the layers by their numbers in the tensors' names,
+      ascending.
 
     Raises:
       ContractError, BadFileError, ImportError: as `load_layer`; one faulty layer is enough.
@@ -116,14 +136,20 @@ def load_layers(
     return _load(path, None, rank, ranks, dtype, progress)
 
 
-def check_values(path, *, tp=1, every=False, progress=True) -> CheckpointReport:
+def check_values(
+    path: str | PathLike[str],
+    *,
+    tp: int = 1,
+    every: bool = False,
+    progress: bool = True,
+) -> CheckpointReport:
     """Judges a checkpoint's KDA layers by the headers, as `check_checkpoint` does, and by values.
 
     A_log must be finite or -inf, with zeros alone behind its heads; dt_bias must be finite.
 
     Args:
       path: as in `load_layer`. tp: tensor-parallel ranks that the heads are to be split over.
-      every: whether every other tensor of those layers must be finite too, so that all of it is read.
+      every: also read and check all remaining tensors of those layers.
       progress: as in `load_layers`.
 
     Returns:
@@ -192,7 +218,7 @@ def _opened(path):
         from safetensors import SafetensorError, safe_open  # an extra
     except ImportError as error:
         raise ImportError(
-            "reading weights needs safetensors: pip install 'kda-jax[checkpoint]'"
+            "reading weights needs safetensors: install kda-jax with the extra `checkpoint`"
         ) from error
     files = find_tensors(path)
     with ExitStack() as stack:

@@ -1,39 +1,56 @@
-"""The short convolution of a KDA layer: depthwise, causal, then SiLU, with the last inputs kept in a pool of slots."""
+"""The short convolution of a KDA layer: depthwise, causal, then SiLU.
+
+A pool of slots keeps the last inputs of each request.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from kda_jax import pools
+from kda_contracts import CONV_DECODE, CONV_PREFILL
+from kda_jax import call, pools
+from kda_jax.call import Array, Pool
 from kda_jax.gates import differentiable_sigmoid
 from kda_jax.sequences import owners
 
 
-def conv_decode(x, weight, pool, slots):
-    """One token of each row: convolved with the last W-1 inputs of its slot, which then move on by one.
+def conv_decode(x: Array, weight: Array, pool: Pool, slots: Array) -> tuple[jax.Array, jax.Array]:
+    """One token of each row, convolved with the last W-1 inputs of its slot, and SiLU.
+
+    The slot's inputs move on by one. Sums are float32.
 
     Args:
-      x: `[B, C]` bfloat16, float16 or float32; the projected channels, one token a row.
-      weight: `[C, W]` of any float dtype; the last column meets the newest input.
-      pool: `[S, C, W-1]` of any float dtype, oldest input first; an array or a `jax.Ref`.
-      slots: `[B]` int8 to int64; outside `[0, S)`: a padded row, whose output is zero and for which nothing moves.
+      x: `[B, C]` float; the projected channels, one token a row.
+      weight: `[C, W]` float; the taps of each channel. The last column meets the newest input.
+      pool: `[S, C, W-1]` float, the last inputs of each slot, oldest first; an array or a
+        `jax.Ref`.
+      slots: `[B]` integer; the slot of each row. Outside `[0, S)`: a padded row, whose output is
+        zero and for which nothing moves. Two live rows may not share a slot.
 
     Returns:
-      `(y, pool)`: `[B, C]` in x's dtype after SiLU, and the updated pool (None for a Ref).
+      `(y, pool)`: `[B, C]` in x's dtype, and the updated pool in its own; None for a Ref.
 
     Effects:
       As `packed_decode`: in place where the pool is donated inside `jit`, or a Ref.
 
-    Source: the short convolution of the Kimi Linear paper; the sums are float32.
+    Raises:
+      ContractError: a ValueError, at trace time, that lists every argument that breaks the
+        contract.
 
-    >>> y, pool = conv_decode(jnp.array([[4.0]]), jnp.array([[1.0, 10.0]]), jnp.array([[[2.0]]]), jnp.array([0]))
+    Source: the short convolution of the Kimi Linear paper.
+
+    >>> x, weight, pool = jnp.array([[4.0]]), jnp.array([[1.0, 10.0]]), jnp.array([[[2.0]]])
+    >>> y, pool = conv_decode(x, weight, pool, jnp.array([0]))
     >>> float(y[0, 0]), pool.tolist()
     (42.0, [[[4.0]]])
     """
-    return _decode(x, weight, pool, pools.as_int32(slots))
+    arrays = dict(x=x, weight=weight, pool=pool, slots=slots)
+    arrays, _ = call.taken(CONV_DECODE, arrays)
+    return one_token(*map(arrays.get, ("x", "weight", "pool")), pools.as_int32(arrays["slots"]))
 
 
 @jax.jit
-def _decode(x, weight, pool, slots):
+def one_token(x, weight, pool, slots):
+    """What `conv_decode` does, after its contract; the slots are int32."""
     state, slots = pools.opened(pool, slots, x, weight)
     S = state.shape[0]
     if S == 0:
@@ -55,35 +72,60 @@ def _decode(x, weight, pool, slots):
     return y, pools.closed(pool, state)
 
 
-def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
-    """All tokens of sequences that lie end to end; each continues its slot's last W-1 inputs.
+def conv_prefill(
+    x: Array,
+    weight: Array,
+    pool: Pool,
+    slots: Array,
+    cu_seqlens: Array,
+    *,
+    sources: Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """All tokens of sequences that lie end to end, convolved with those before them, and SiLU.
+
+    Each sequence continues the last W-1 inputs of its slot, and leaves its own there. Sums are
+    float32. It differentiates.
 
     Args:
-      x: `[T, C]` bfloat16, float16 or float32; the projected channels.
-      weight: `[C, W]` of any float dtype; the last column meets the newest input.
-      pool: `[S, C, W-1]` of any float dtype, oldest input first; an array or a `jax.Ref`.
-      slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded sequence, whose output is zero.
-      cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`.
-      sources: None, or `[N]`: the slots whose inputs are continued; outside `[0, S)`: zeros, a fresh sequence.
+      x: `[T, C]` float; the projected channels of all sequences.
+      weight: `[C, W]` float; the taps of each channel. The last column meets the newest input.
+      pool: `[S, C, W-1]` float, the last inputs of each slot, oldest first; an array or a
+        `jax.Ref`.
+      slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one, whose output
+        is zero and for which nothing moves. Two live sequences may not share a slot.
+      cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to
+        `cu_seqlens[n+1] - 1` (`validate_cu_seqlens` checks the values on the host).
+      sources: None, or `[N]` integer; the slots whose inputs are continued. Outside `[0, S)`:
+        zeros, a fresh sequence.
 
     Returns:
-      `(y, pool)`: `[T, C]` in x's dtype after SiLU, and the updated pool (None for a Ref). An empty sequence moves
-      nothing.
+      `(y, pool)`: `[T, C]` in x's dtype, and the updated pool in its own; None for a Ref. A token
+      of no sequence gives zero, and an empty sequence moves nothing.
 
     Effects:
       As `packed_decode`: in place where the pool is donated inside `jit`, or a Ref.
+
+    Raises:
+      ContractError: as `conv_decode`.
+
+    Source: the short convolution of the Kimi Linear paper.
 
     >>> x, weight, pool = jnp.array([[4.0], [5.0]]), jnp.array([[1.0, 10.0]]), jnp.array([[[2.0]]])
     >>> y, pool = conv_prefill(x, weight, pool, jnp.array([0]), jnp.array([0, 2]))
     >>> y.ravel().tolist(), pool.tolist()
     ([42.0, 54.0], [[[5.0]]])
     """
-    indices = (pools.as_int32(x) for x in (slots, cu_seqlens, sources))
-    return _prefill(x, weight, pool, *indices)
+    arrays = dict(
+        x=x, weight=weight, pool=pool, slots=slots, cu_seqlens=cu_seqlens, sources=sources
+    )
+    arrays, _ = call.taken(CONV_PREFILL, arrays)
+    indices = (pools.as_int32(arrays[name]) for name in ("slots", "cu_seqlens", "sources"))
+    return all_tokens(*map(arrays.get, ("x", "weight", "pool")), *indices)
 
 
 @jax.jit
-def _prefill(x, weight, pool, slots, cu_seqlens, sources):
+def all_tokens(x, weight, pool, slots, cu_seqlens, sources):
+    """What `conv_prefill` does, after its contract; all indices are int32."""
     state, slots = pools.opened(pool, slots, x, weight, cu_seqlens, sources)
     (T, C), W, S = x.shape, weight.shape[1], state.shape[0]
     if 0 in (T, S, slots.shape[0]):

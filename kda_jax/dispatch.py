@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ import kda_contracts
 from kda_contracts import AXES, Sizes, check
 from kda_jax import call, weights
 
-IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
+# In the order in which "auto" prefers them.
+IMPLEMENTATIONS: tuple[call.Implementation, ...] = ("mosaic_gpu", "triton", "xla")
 # Which operators have kernels. All others are XLA's alone.
 DECODE = ("packed_decode", "fused_sigmoid_gating_kda_update", "recurrent_kda", "kda_decode")
 PREFILL = ("chunk_kda", "kda_prefill")
@@ -35,7 +37,7 @@ class Choice:
     `tokens`: the number of tokens is best a multiple of this.
     """
 
-    name: str
+    name: call.Implementation
     rows: int = 1
     tokens: int = 1
 
@@ -98,7 +100,7 @@ def _choice(contract, name):
     return Choice(name, rows=8, tokens=getattr(module, "ALIGNED", 1))
 
 
-def explain(op, *args, **kwargs) -> Explanation:
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """What a call of `op` would run on this host, and why not the others. Nothing is computed.
 
     Args:
@@ -117,8 +119,9 @@ def explain(op, *args, **kwargs) -> Explanation:
     >>> import kda_jax
     >>> shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     >>> slots = jax.ShapeDtypeStruct((3,), jnp.int32)
-    >>> x = shape(3, 384), shape(3, 256), shape(3, 4), shape(4), shape(256), shape(6, 4, 32, 64), slots
-    >>> explain(kda_jax.packed_decode, *x, implementation="xla").implementation
+    >>> x = shape(3, 384), shape(3, 256), shape(3, 4), shape(4), shape(256)
+    >>> pool = shape(6, 4, 32, 64)
+    >>> explain(kda_jax.packed_decode, *x, pool, slots, implementation="xla").implementation
     'xla'
     """
     contract = CONTRACTS.get(getattr(op, "__name__", ""))
@@ -128,7 +131,7 @@ def explain(op, *args, **kwargs) -> Explanation:
         )
     bound = inspect.signature(op).bind(*args, **kwargs)
     bound.apply_defaults()
-    given, letters = _opened(bound.arguments)
+    given, letters = _opened(contract, bound.arguments)
     implementation = given.get("implementation", "auto")
     known = {name: x for name, x in given.items() if name in contract.by_name}
     known = {name: x for name, x in known.items() if not _only_asks_for_a_result(name, x)}
@@ -151,13 +154,14 @@ def explain(op, *args, **kwargs) -> Explanation:
     return Explanation(chosen, reasons, sizes, _device_name())
 
 
-def _opened(arguments):
+def _opened(contract, arguments):
     """`(arguments, letters)`: a layer's weights, cache and config opened into operands and sizes."""
     given = dict(arguments)
-    params, config = given.pop("params", None), given.pop("config", None)
-    if config is None:
+    if "params" not in given:
         return given, {}
-    for holder in (params, given.pop("cache"), config):
+    params, cache, config = (given.pop(name) for name in ("params", "cache", "config"))
+    weights.require_containers(contract.name, params, cache, config)
+    for holder in (params, cache, config):
         values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
         given |= {name: x for name, x in values.items() if x is not None and name not in AXES}
     return given, weights.letters(config, params)

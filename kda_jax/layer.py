@@ -1,39 +1,46 @@
-"""A whole KDA layer: projections, short convolution, gates, recurrence, gated norm, output projection."""
+"""A whole KDA layer: projections, short convolution, gates, recurrence, gated norm."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
-from kda_jax import dispatch, gates, pools
-from kda_jax.call import Maths
-from kda_jax.conv import conv_decode, conv_prefill
+from kda_jax import conv, dispatch, gates, norm, pools
+from kda_jax.call import Array, Implementation, Maths
 from kda_jax.decode import packed_decode
-from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import owners
-from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters
+from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters, require_containers
 
 
 def kda_decode(
-    params: KDAParams, x, cache: KDACache, slots, *, config: KDAConfig, implementation="auto"
-):
+    params: KDAParams,
+    x: Array,
+    cache: KDACache,
+    slots: Array,
+    *,
+    config: KDAConfig,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, KDACache]:
     """One token of each row through the layer.
 
     Args:
       params: `KDAParams`.
-      x: `[B, D]` bfloat16, float16 or float32; the normed input of the layer.
+      x: `[B, D]` float; the normed input of the layer.
       cache: `KDACache`, whose pools may be `jax.Ref`s.
-      slots: `[B]` int8 to int64; outside `[0, S)`: a padded row, whose output is zero and which touches no slot.
+      slots: `[B]` integer; outside `[0, S)`: a padded row, whose output is zero and which touches
+        no slot.
       config: `KDAConfig`, static.
       implementation: of the recurrence, as in `packed_decode`.
 
     Returns:
-      `(y, cache)`: `[B, D]` in x's dtype, to be added to the residual stream, and the cache, advanced by one token.
+      `(y, cache)`: `[B, D]` in x's dtype, to be added to the residual stream, and the cache,
+      advanced by one token.
 
     Effects:
-      A cache that is donated to the surrounding `jit` advances in place. Under `shard_map` with the heads sharded, `y`
-      is this shard's part of the sum over them (`kda_jax.sharding`).
+      A cache that is donated to the surrounding `jit` advances in place. Under `shard_map` with the
+      heads sharded, `y` is this shard's part of the sum over them (`kda_jax.sharding`).
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`.
@@ -44,11 +51,14 @@ def kda_decode(
     >>> from kda_jax.weights import init_cache, init_params
     >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)
-    >>> step = jax.jit(lambda cache, x, slots: kda_decode(params, x, cache, slots, config=config), donate_argnums=0)
+    >>> def step(cache, x, slots):
+    ...     return kda_decode(params, x, cache, slots, config=config)
+    >>> step = jax.jit(step, donate_argnums=0)
     >>> y, cache = step(cache, jnp.ones((2, 16), jnp.bfloat16), jnp.array([2, -1]))
     >>> y.shape, bool(y[1].any()), bool(cache.state[2].any())
     ((2, 16), False, True)
     """
+    require_containers(LAYER_DECODE.name, params, cache, config)
     operands = dict(x=x, slots=slots) | _arrays(params, cache)
     sizes = _judge(LAYER_DECODE, params, config, operands)
     choice = dispatch.choose(LAYER_DECODE, implementation, sizes, operands)
@@ -58,9 +68,10 @@ def kda_decode(
         slots = jnp.pad(slots, (0, choice.rows - B), constant_values=-1)
     live = pools.inside(slots, sizes.S)
     if choice.name == "xla":
-        # The kernels pass over padded rows, whatever they hold; XLA's gather and derivatives do not.
+        # The kernels pass over padded rows, whatever they hold. XLA's gather does not, nor its
+        # derivatives.
         x = _masked(x, live)
-    mixed_qkv, conv = conv_decode(_project(params, x), _kernels(params), cache.conv, slots)
+    mixed_qkv, window = conv.one_token(_project(params, x), _kernels(params), cache.conv, slots)
     out, state = packed_decode(
         mixed_qkv,
         _forget(params, x),
@@ -73,28 +84,32 @@ def kda_decode(
         lower_bound=config.lower_bound,
         implementation=choice.name,
     )
-    return _output(params, x, out[:, 0], live, config)[:B], KDACache(conv, state)
+    return _output(params, x, out[:, 0], live, config)[:B], KDACache(window, state)
 
 
 def kda_prefill(
     params: KDAParams,
-    x,
+    x: Array,
     cache: KDACache,
-    slots,
-    cu_seqlens,
+    slots: Array,
+    cu_seqlens: Array,
     *,
     config: KDAConfig,
-    fresh=None,
-    implementation="auto",
-):
-    """All tokens of sequences that lie end to end through the layer; each continues what its slot holds.
+    fresh: Array | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, KDACache]:
+    """All tokens of sequences that lie end to end through the layer.
+
+    Each sequence continues what its slot holds.
 
     Args:
       params: `KDAParams`.
-      x: `[T, D]` bfloat16, float16 or float32; the normed inputs of all sequences.
+      x: `[T, D]` float; the normed inputs of all sequences.
       cache: `KDACache`, whose pools may be `jax.Ref`s.
-      slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded one, whose output is zero.
-      cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`.
+      slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one, whose output
+        is zero.
+      cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to
+        `cu_seqlens[n+1] - 1`.
       config: `KDAConfig`, static.
       fresh: None, or `[N]` bool: whether a sequence starts from nothing, whatever its slot holds.
       implementation: of the recurrence, as in `chunk_kda`.
@@ -113,10 +128,12 @@ def kda_prefill(
     >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)
     >>> x = jnp.ones((5, 16), jnp.bfloat16)
-    >>> y, cache = kda_prefill(params, x, cache, jnp.array([2, 0]), jnp.array([0, 3, 5]), config=config)
+    >>> slots, bounds = jnp.array([2, 0]), jnp.array([0, 3, 5])
+    >>> y, cache = kda_prefill(params, x, cache, slots, bounds, config=config)
     >>> y.shape, cache.state.any((1, 2, 3)).tolist()
     ((5, 16), [True, False, True])
     """
+    require_containers(LAYER_PREFILL.name, params, cache, config)
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh) | _arrays(params, cache)
     sizes = _judge(LAYER_PREFILL, params, config, operands)
     choice = dispatch.choose(LAYER_PREFILL, implementation, sizes, operands)
@@ -129,7 +146,7 @@ def kda_prefill(
     T, H, HV, K, V = x.shape[0], sizes.H, sizes.HV, sizes.K, sizes.V
     live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)
-    mixed, conv = conv_prefill(
+    mixed, window = conv.all_tokens(
         _project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources
     )
     q, k, v = jnp.split(mixed, [H * K, 2 * H * K], axis=1)
@@ -156,11 +173,11 @@ def kda_prefill(
         use_qk_l2norm_in_kernel=True,
         implementation=choice.name,
     )
-    return _output(params, x, out[0], live, config)[:tokens], KDACache(conv, state)
+    return _output(params, x, out[0], live, config)[:tokens], KDACache(window, state)
 
 
 def _judge(contract, params, config, operands):
-    """The sizes of a step, or a ContractError; the output gate's two weights are judged together."""
+    """The sizes of a step, or a ContractError. The output gate's weights are judged together."""
     local = letters(config, params)
     statics = dict(lower_bound=config.lower_bound, norm_eps=config.norm_eps)
     sizes = check(contract, local, **operands, **statics)
@@ -183,7 +200,9 @@ def _arrays(params, cache):
 
 
 def _masked(x, live):
-    """x with zeros where a token is not live: what stands there may be anything, and disturbs no derivative."""
+    """x with zeros where a token is not live: it may hold anything, and contributes nothing to
+    gradients.
+    """
     return jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
 
 
@@ -213,10 +232,10 @@ def _forget(params, x):
 
 
 def _output(params, x, out, live, config):
-    """The gated norm and the output projection of `[tokens, HV, V]`; zeros where a token is not live."""
+    """The gated norm and the output projection of `[tokens, HV, V]`; zeros where none is live."""
     gate = _times(x if params.g_down is None else _times(x, params.g_down), params.g_up)
     if params.g_bias is not None:
         gate = gate + params.g_bias.astype(gate.dtype)[None]
-    normed = gated_rms_norm(out, gate.reshape(out.shape), params.norm, config.norm_eps)
+    normed = norm.gated(out, gate.reshape(out.shape), params.norm, config.norm_eps)
     y = _times(normed.reshape(-1, params.o_proj.shape[0]), params.o_proj)
     return _masked(y, live)

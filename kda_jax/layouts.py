@@ -1,18 +1,27 @@
 """Other layouts at the edge: separate or interleaved q, k, v, and pools with K before V."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from kda_contracts import ContractError
+from kda_jax.call import Array
 
 
-def pack_qkv(q, k: Any = None, v: Any = None, *, H=None, K=None, V=None):
-    """The flat row that `packed_decode` takes: q of all heads, then k of all heads, then v of all value heads.
+def pack_qkv(
+    q: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    *,
+    H: int | None = None,
+    K: int | None = None,
+    V: int | None = None,
+) -> jax.Array:
+    """The flat row of `packed_decode`: q of all heads, k of all heads, v of all value heads.
 
     Args:
-      q: `[B, H, K]`, or the interleaved row `[B, H*(2*K+G*V)]` alone: for each key head its q, its k and the v of its G
-        value heads, as Qwen3-Next and attention-gym pack it. No shape tells that row from a flat one.
+      q: `[B, H, K]`, or the interleaved row `[B, H*(2*K+G*V)]` alone: for each key head its q, its
+        k and the v of its G value heads, as Qwen3-Next and attention-gym pack it. No shape tells
+        that row from a flat one.
       k: `[B, H, K]`, or None with an interleaved row.
       v: `[B, HV, V]`, or None with an interleaved row.
       H, K, V: key heads and head dimensions; needed for an interleaved row only.
@@ -24,14 +33,18 @@ def pack_qkv(q, k: Any = None, v: Any = None, *, H=None, K=None, V=None):
       ContractError: the shapes or dtypes do not fit together.
 
     >>> import jax.numpy as jnp
-    >>> q, k, v = jnp.array([[[1, 2], [3, 4]]]), jnp.array([[[5, 6], [7, 8]]]), jnp.array([[[9], [10]]])
+    >>> q, k = jnp.array([[[1, 2], [3, 4]]]), jnp.array([[[5, 6], [7, 8]]])
+    >>> v = jnp.array([[[9], [10]]])
     >>> pack_qkv(q, k, v).tolist()
     [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     >>> pack_qkv(jnp.array([[1, 2, 5, 6, 9, 3, 4, 7, 8, 10]]), H=2, K=2, V=1).tolist()
     [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
     """
-    if k is None and v is None:
-        q, k, v = _deinterleave(q, H, K, V)
+    parts = _deinterleave(q, H, K, V) if k is None and v is None else (q, k, v)
+    return _packed(*parts)
+
+
+def _packed(q, k, v):
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, k, v)]
     q_shape, k_shape, v_shape = shapes
     if len(q_shape) != 3 or k_shape != q_shape or len(v_shape) != 3 or v_shape[0] != q_shape[0]:
@@ -52,7 +65,7 @@ def pack_qkv(q, k: Any = None, v: Any = None, *, H=None, K=None, V=None):
     )
 
 
-def state_from_kv(pool):
+def state_from_kv(pool: Array) -> jax.Array:
     """`[S, HV, V, K]` from `[S, HV, K, V]`, the layout of FLA's default and of attention-gym.
 
     Args:
@@ -71,7 +84,7 @@ def state_from_kv(pool):
     return _swapped("state_from_kv", "[..., K, V]", pool)
 
 
-def state_to_kv(pool):
+def state_to_kv(pool: Array) -> jax.Array:
     """`[S, HV, K, V]` from `[S, HV, V, K]`: the inverse of `state_from_kv`.
 
     Args:

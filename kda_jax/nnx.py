@@ -1,9 +1,17 @@
 """The layer as a Flax NNX module: a thin holder of its weights. Needs the extra `flax`."""
 
 import dataclasses
+from typing import Any
 
-from flax import nnx
+import jax
+from jax.typing import DTypeLike
 
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ImportError("kda_jax.nnx needs flax: install kda-jax with the extra `flax`") from error
+
+from kda_jax.call import Array, Implementation
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, init_cache, init_params
 
@@ -17,13 +25,14 @@ class KDALayer(nnx.Module):
       dtype: of random weights.
       rngs: `nnx.Rngs` for random weights.
 
-    The cache is no part of the module: it belongs to the requests, and is passed and returned, so that a donating
-    `nnx.jit` advances it in place.
+    The cache is no part of the module: it belongs to the requests, and is passed and returned, so
+    that a donating `nnx.jit` advances it in place.
 
     >>> import jax, jax.numpy as jnp
     >>> layer = KDALayer(KDAConfig(D=16, H=1, HV=2, K=8, V=4), rngs=nnx.Rngs(0), dtype=jnp.float32)
     >>> cache = layer.init_cache(3, conv_dtype=jnp.float32)
-    >>> step = nnx.jit(lambda layer, cache: layer.decode(jnp.ones((2, 16)), cache, jnp.array([2, -1])))
+    >>> x, slots = jnp.ones((2, 16)), jnp.array([2, -1])
+    >>> step = nnx.jit(lambda layer, cache: layer.decode(x, cache, slots))
     >>> y, cache = step(layer, cache)
     >>> y.shape, len(jax.tree.leaves(nnx.state(layer, nnx.Param)))
     ((2, 16), 14)
@@ -34,7 +43,7 @@ class KDALayer(nnx.Module):
         config: KDAConfig,
         *,
         params: KDAParams | None = None,
-        dtype=None,
+        dtype: DTypeLike | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         self.config = config
@@ -51,20 +60,40 @@ class KDALayer(nnx.Module):
     @property
     def params(self) -> KDAParams:
         """The weights as the functions take them."""
-        weights = {field.name: getattr(self, field.name) for field in dataclasses.fields(KDAParams)}
-        return KDAParams(**{name: None if x is None else x[...] for name, x in weights.items()})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(KDAParams)}
+        weights: Any = {name: None if x is None else x[...] for name, x in fields.items()}
+        return KDAParams(**weights)
 
-    def init_cache(self, num_slots, **dtypes) -> KDACache:
+    def init_cache(self, num_slots: int, **options: Any) -> KDACache:
         """As `kda_jax.init_cache`."""
-        return init_cache(self.config, num_slots, **dtypes)
+        return init_cache(self.config, num_slots, **options)
 
-    def decode(self, x, cache, slots, *, implementation="auto"):
+    def decode(
+        self, x: Array, cache: KDACache, slots: Array, *, implementation: Implementation = "auto"
+    ) -> tuple[jax.Array, KDACache]:
         """As `kda_jax.kda_decode`."""
         return kda_decode(
             self.params, x, cache, slots, config=self.config, implementation=implementation
         )
 
-    def prefill(self, x, cache, slots, cu_seqlens, *, fresh=None, implementation="auto"):
+    def prefill(
+        self,
+        x: Array,
+        cache: KDACache,
+        slots: Array,
+        cu_seqlens: Array,
+        *,
+        fresh: Array | None = None,
+        implementation: Implementation = "auto",
+    ) -> tuple[jax.Array, KDACache]:
         """As `kda_jax.kda_prefill`."""
-        options = dict(config=self.config, fresh=fresh, implementation=implementation)
-        return kda_prefill(self.params, x, cache, slots, cu_seqlens, **options)
+        return kda_prefill(
+            self.params,
+            x,
+            cache,
+            slots,
+            cu_seqlens,
+            config=self.config,
+            fresh=fresh,
+            implementation=implementation,
+        )

@@ -49,7 +49,7 @@ def opened(pool, slots, *others, written=True):
     return pool[...], slots  # the Ref's own buffer: nothing is copied inside jit
 
 
-def closed(pool, state, *, written=True):
+def closed(pool, state, *, written=True) -> Any:
     """What an op returns for its pool: the updated state, or None for a Ref, which takes it."""
     if not is_ref(pool):
         return state
@@ -58,7 +58,7 @@ def closed(pool, state, *, written=True):
     return None
 
 
-def unchanged(pool):
+def unchanged(pool) -> Any:
     """What an op returns for a pool that it does not touch: its values, or None for a Ref."""
     return None if is_ref(pool) else jnp.asarray(pool)
 

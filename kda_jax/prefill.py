@@ -1,76 +1,86 @@
-"""Prefill: the public op over long sequences. Contract, choice, the pool, and the chunks of one implementation."""
+"""Prefill, the public op over long sequences: its contract, the choice, the pool, the chunks."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kda_contracts import CHUNK_KDA
 from kda_jax import call, dispatch, pools, prefill_xla
+from kda_jax.call import Array, Implementation, Pool
 from kda_jax.transforms import with_transforms_of
 
 
 def chunk_kda(
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    initial_state,
-    slots,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    initial_state: Pool,
+    slots: Array,
     *,
-    source_indices=None,
-    cu_seqlens=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=False,
-    out_dtype=None,
-    implementation="auto",
-):
-    """The recurrence of `recurrent_kda` over long sequences: in chunks, in parallel where it can be. Differentiable.
+    source_indices: Array | None = None,
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """The recurrence of `recurrent_kda` over long sequences, in chunks. It differentiates.
 
-    Dense: B = N sequences of T tokens. With `cu_seqlens`: B = 1, and N sequences of unequal length lie end to end
-    along T; none is padded to the longest. An empty sequence reads and writes nothing.
+    Dense: B = N sequences of T tokens. With `cu_seqlens`: B = 1, and N sequences of unequal length
+    lie end to end along T; none is padded to the longest. An empty sequence reads and writes
+    nothing.
 
     Args:
-      q: `[B, T, H, K]` bfloat16, float16 or float32; queries.
-      k: `[B, T, H, K]` bfloat16, float16 or float32; keys.
-      v: `[B, T, HV, V]` bfloat16, float16 or float32; values.
-      log_decay: `[B, T, HV, K]` float32, bfloat16 or float16; natural log of the decay per key channel, <= 0, -inf
+      q: `[B, T, H, K]` float; queries.
+      k: `[B, T, H, K]` float; keys.
+      v: `[B, T, HV, V]` float; values.
+      log_decay: `[B, T, HV, K]` float; natural log of the decay per key channel, <= 0, -inf
         included.
-      beta: `[B, T, HV]` float32, bfloat16 or float16; update strength, after the sigmoid.
-      initial_state: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`; the whole pool.
-      slots: `[N]` int8 to int64; the slot of each sequence, which takes its last state. Outside `[0, S)`: a padded one,
-        whose `out` is zero.
-      source_indices: `[N]` int8 to int64; None starts each sequence from its own slot. Otherwise from this one, and
-        from a zero state where it lies outside `[0, S)`.
-      cu_seqlens: None, or `[N+1]` int32 or int64 (`validate_cu_seqlens` checks the values on the host).
+      beta: `[B, T, HV]` float; update strength, after the sigmoid.
+      initial_state: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
+      slots: `[N]` integer; the slot of each sequence, which takes its last state. Outside `[0, S)`:
+        a padded one, whose `out` is zero.
+      source_indices: `[N]` integer; None starts each sequence from its own slot. Otherwise from
+        this one, and from a zero state where it lies outside `[0, S)`.
+      cu_seqlens: None, or `[N+1]` int32 or int64 (`validate_cu_seqlens` checks the values on the
+        host).
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
       use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
       out_dtype: dtype of `out`; None is that of `v`.
-      implementation: "auto", "mosaic_gpu" or "xla". "auto" takes the kernels on a GPU of compute capability 9.0 where
-        q, k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to 256; else XLA. Derivatives, and what
-        `vmap` maps, are XLA's in any case. Name "xla" where no kernel can be: in a program for several platforms or
-        for a CPU beside that GPU, and in one that the partitioner cuts (inside `jax.shard_map` the kernels run).
+      implementation: "auto", "mosaic_gpu" or "xla". "auto" takes the kernels on a GPU of compute
+        capability 9.0 where q, k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to
+        256; else XLA. Derivatives, and what `vmap` maps, are XLA's in any case. Name "xla" where no
+        kernel can be: in a program for several platforms or for a CPU beside that GPU, and in one
+        that the partitioner cuts (inside `jax.shard_map` the kernels run).
 
     Returns:
       out: `[B, T, HV, V]`.
-      state: `[S, HV, V, K]`, the updated pool, rounded once, after the last token; None if a Ref came in.
+      state: `[S, HV, V, K]`, the updated pool, rounded once, after the last token; None if a Ref
+        came in.
 
     Effects:
-      As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref. Memory is linear in
-      T. A value that is not finite poisons its chunk of 64 tokens, those before it too. float32 operands are multiplied
-      in full float32; narrower ones with a GPU's default for float32 (TF32). The kernels multiply bfloat16, sum in
-      float32, hold the state in float32, and round log decays to float16 (weaker than 2e-8 a token: to 0).
+      As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
+      Memory is linear in T. A value that is not finite poisons its chunk of 64 tokens, those before
+      it too. float32 operands are multiplied in full float32; narrower ones with a GPU's default
+      for float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32,
+      and round log decays to float16 (weaker than 2e-8 a token: to 0).
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`.
 
-    Source: the chunked form of the Kimi Linear paper; FLA's `chunk_kda`, with V before K in the state.
+    Source: the chunked form of the Kimi Linear paper; FLA's `chunk_kda`, with V before K in the
+    state.
 
     >>> import jax.numpy as jnp
     >>> q, k = jnp.array([[[[3.0, 4.0]]]]), jnp.array([[[[0.0, 2.0]]]])
     >>> v, log_decay = jnp.array([[[[1.0, -1.0]]]]), jnp.full((1, 1, 1, 2), -jnp.log(2.0))
     >>> pool = jnp.array([[[[1.0, 2.0], [3.0, 4.0]]]])
-    >>> out, state = chunk_kda(q, k, v, log_decay, jnp.full((1, 1, 1), 0.5), pool, jnp.array([0]), scale=1.0)
+    >>> beta, slots = jnp.full((1, 1, 1), 0.5), jnp.array([0])
+    >>> out, state = chunk_kda(q, k, v, log_decay, beta, pool, slots, scale=1.0)
     >>> out.ravel().round(4).tolist(), state[0, 0].round(4).tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """

@@ -1,22 +1,28 @@
-"""Sequences that lie end to end: their boundaries, checked on the host, and whose token is whose."""
+"""Sequences that lie end to end: their boundaries, and which sequence each token belongs to."""
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
+from kda_jax.call import Array
 
 
-def validate_cu_seqlens(cu_seqlens, total):
+def validate_cu_seqlens(
+    cu_seqlens: Array | Sequence[int],
+    total: int,
+) -> None:
     """Checks where sequences start and end, on the host, before a step: the ops check no value.
 
     Args:
-      cu_seqlens: `[N+1]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its device): sequence n
-        is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`. Equal neighbours are an empty sequence.
-      total: T, the tokens of all sequences together. Tokens that fill up a batch to a compiled size belong to a last,
-        padded sequence.
+      cu_seqlens: `[N+1]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its
+        device): sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`. Equal neighbours are
+        an empty sequence.
+      total: T, the tokens of all sequences together. Tokens that fill up a batch to a compiled size
+        belong to a last, padded sequence.
 
     Raises:
       ContractError: they do not start at 0, decrease, or do not end at the total.

@@ -5,19 +5,27 @@ collective: the sum of the output projections over the heads' axis.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kda_contracts import LAYER_DECODE, Contract, ContractError, split_heads
+from kda_jax.call import Array, Implementation
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.pools import as_int32, inside
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
-def specs(contract: Contract, *, heads, rows=None):
+def specs(
+    contract: Contract,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+) -> tuple[dict[str, P], tuple[P, ...]]:
     """How each operand and result of an operator is cut, as its table's axes say.
 
     Args:
@@ -49,7 +57,7 @@ def _spec(operand, heads, rows):
     return P(*(at.get(axis) for axis in range(len(operand.axes.split()))))
 
 
-def params_specs(params: KDAParams, heads) -> KDAParams:
+def params_specs(params: KDAParams, heads: str | None) -> KDAParams:
     """How each weight of a layer is cut over the mesh axis `heads`.
 
     Args:
@@ -67,12 +75,11 @@ def params_specs(params: KDAParams, heads) -> KDAParams:
     ('tp', None)
     """
     cuts, _ = specs(LAYER_DECODE, heads=heads)
-    return KDAParams(
-        **{name: None if x is None else cuts[name] for name, x in vars(params).items()}
-    )
+    fields: Any = {name: None if x is None else cuts[name] for name, x in vars(params).items()}
+    return KDAParams(**fields)
 
 
-def cache_specs(heads, rows=None) -> KDACache:
+def cache_specs(heads: str | None, rows: str | None = None) -> KDACache:
     """How a layer's two pools are cut.
 
     Each device's channels of `conv` are q, k and v of its own heads (`split_packed`).
@@ -90,10 +97,11 @@ def cache_specs(heads, rows=None) -> KDACache:
     ('dp', 'tp', None, None)
     """
     cuts, _ = specs(LAYER_DECODE, heads=heads, rows=rows)
-    return KDACache(conv=cuts["conv"], state=cuts["state"])
+    fields: Any = {name: cuts[name] for name in ("conv", "state")}
+    return KDACache(**fields)
 
 
-def split_packed(x, ranks, config: KDAConfig, *, axis=-1):
+def split_packed(x: Array, ranks: int, config: KDAConfig, *, axis: int = -1) -> jax.Array:
     """A packed axis `q | k | v` in the order q0 k0 v0 | q1 ...: a cut gives each shard its heads.
 
     Args:
@@ -116,7 +124,7 @@ def split_packed(x, ranks, config: KDAConfig, *, axis=-1):
     return _reorder("split_packed", x, ranks, config, axis, ranks_first=False)
 
 
-def join_packed(x, ranks, config: KDAConfig, *, axis=-1):
+def join_packed(x: Array, ranks: int, config: KDAConfig, *, axis: int = -1) -> jax.Array:
     """The way back from `split_packed`: q of all heads, k of all, v of all.
 
     Args, Returns, Raises: as `split_packed`.
@@ -150,7 +158,7 @@ def _reorder(name, x, ranks, config, axis, *, ranks_first):
     return jnp.moveaxis(x, -1, axis)
 
 
-def local_slots(indices, shard, slots_per_shard):
+def local_slots(indices: Array, shard: int | jax.Array, slots_per_shard: int) -> jax.Array:
     """A shard's own slot numbers from global ones; a row of another shard becomes a padded row.
 
     Args:
@@ -171,7 +179,15 @@ def local_slots(indices, shard, slots_per_shard):
     return jnp.where(inside(own, slots_per_shard), own, -1)
 
 
-def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads, rows=None):
+def place(
+    params: KDAParams,
+    cache: KDACache,
+    mesh: Mesh,
+    config: KDAConfig,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+) -> tuple[KDAParams, KDACache]:
     """A whole layer's weights and cache on a mesh, as `sharded_decode` and `sharded_prefill` want.
 
     Args:
@@ -202,8 +218,14 @@ def place(params: KDAParams, cache: KDACache, mesh, config: KDAConfig, *, heads,
 
 
 def sharded_decode(
-    mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"
-):
+    mesh: Mesh,
+    config: KDAConfig,
+    params: KDAParams,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+    implementation: Implementation = "auto",
+) -> Callable[..., tuple[jax.Array, KDACache]]:
     """`kda_decode` over a mesh.
 
     Args:
@@ -242,8 +264,14 @@ def sharded_decode(
 
 
 def sharded_prefill(
-    mesh, config: KDAConfig, params: KDAParams, *, heads, rows=None, implementation="auto"
-):
+    mesh: Mesh,
+    config: KDAConfig,
+    params: KDAParams,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+    implementation: Implementation = "auto",
+) -> Callable[..., tuple[jax.Array, KDACache]]:
     """`kda_prefill` over a mesh.
 
     Args:

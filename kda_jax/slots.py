@@ -1,25 +1,38 @@
 """Slots of the state pool: checked, padded, cleared, narrowed."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
 from kda_jax import pools
+from kda_jax.call import Array, Pool
 
 
-def validate_slots(indices, num_slots, source_indices=None):
-    """Checks a batch's slots on the host, before a step: the op itself checks no value, so that nothing synchronizes.
+def validate_slots(
+    indices: Array | Sequence[int],
+    num_slots: int,
+    source_indices: Array | Sequence[int] | None = None,
+) -> None:
+    """Checks a batch's slots on the host, before a step.
+
+    The op itself checks no value, so that nothing synchronizes.
 
     Args:
-      indices: `[B]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its device). -1 is a padded
-        row; every other value must be in `[0, num_slots)` and stand there once.
+      indices: `[B]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its
+        device). -1 is a padded row; every other value must be in `[0, num_slots)` and stand there
+        once.
       num_slots: S, the slots of the pool.
-      source_indices: None, or `[B]` integers: the slots that the live rows read. -1 starts a row from a zero state;
-        every other value must be in `[0, num_slots)`, and no row may read a slot that another row writes.
+      source_indices: None, or `[B]` integers: the slots that the live rows read. -1 starts a row
+        from a zero state; every other value must be in `[0, num_slots)`, and no row may read a slot
+        that another row writes.
 
     Raises:
-      ContractError: names the first rows and values that are out of range, repeated, or read while written.
+      ContractError: names the first rows and values that are out of range, repeated, or read while
+        written.
       TypeError: the indices are traced, or not integers.
 
     >>> validate_slots([4, -1, 0, -1], 6)
@@ -65,8 +78,13 @@ def validate_slots(indices, num_slots, source_indices=None):
         raise ContractError("\n  ".join([f"kda_jax.validate_slots: {rows} the contract", *shown]))
 
 
-def pad_slots(indices, B):
-    """A batch's slots padded with -1 to B rows, for a step that was compiled for B: no stale index stays behind.
+def pad_slots(
+    indices: Array | Sequence[int],
+    B: int,
+) -> Array:
+    """A batch's slots padded with -1 to B rows, for a step that was compiled for B.
+
+    No stale index stays behind.
 
     Args:
       indices: `[n]` integers with n <= B, a NumPy or JAX array (or a tracer) or a list.
@@ -81,21 +99,26 @@ def pad_slots(indices, B):
     >>> pad_slots([4, 2, 0], 5)
     array([ 4,  2,  0, -1, -1], dtype=int32)
     """
-    indices = _signed("pad_slots", indices)
-    if indices.shape[0] > B:
+    slots = _signed("pad_slots", indices)
+    if slots.shape[0] > B:
         raise ContractError(
-            f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {indices.shape})"
+            f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {slots.shape})"
         )
-    library = jnp if isinstance(indices, jax.Array) else np
-    return library.pad(indices, (0, B - indices.shape[0]), constant_values=-1)
+    library = jnp if isinstance(slots, jax.Array) else np
+    return library.pad(slots, (0, B - slots.shape[0]), constant_values=-1)
 
 
-def clear_slots(pool, indices):
-    """Zeroes the state of some slots, as a new request wants it: a freed slot keeps its last tenant's state.
+def clear_slots(
+    pool: Pool,
+    indices: Array | Sequence[int],
+) -> jax.Array:
+    """Zeroes the state of some slots, as a new request wants it.
+
+    A freed slot keeps its last tenant's state.
 
     Args:
       pool: `[S, HV, V, K]` (or any array led by S), an array or a `jax.Ref`; any dtype.
-      indices: `[n]` int8 to int64; values outside `[0, S)` are passed over, repeated ones do no harm.
+      indices: `[n]` integer; values outside `[0, S)` are passed over, repeated ones do no harm.
 
     Returns:
       The pool with zeros there; None for a Ref.
@@ -124,7 +147,7 @@ def _clear(pool, slots):
     return pools.closed(pool, pools.write(state, slots, jnp.zeros((), state.dtype)))
 
 
-def _signed(name, indices):
+def _signed(name, indices) -> Any:
     """`[n]` signed integers as an array, or a ContractError; a list becomes int32, or int64 where it must."""
     if not hasattr(indices, "dtype"):
         listed = np.asarray(indices)

@@ -1,84 +1,89 @@
-"""Several tokens a sequence: the unpacked operator with its gates, and the recurrence for whoever has them."""
+"""Several tokens a sequence: the operator with its gates, and the recurrence without them."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError
 from kda_jax import call, dispatch, pools
+from kda_jax.call import Array, Implementation, Pool
 
 
 def fused_sigmoid_gating_kda_update(
-    A_log,
-    dt_bias,
-    q,
-    k,
-    v,
-    a,
-    b,
-    initial_state_source,
-    initial_state_indices,
+    A_log: Array | None,
+    dt_bias: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    b: Array,
+    initial_state_source: Pool,
+    initial_state_indices: Array,
     *,
-    cu_seqlens=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=True,
-    lower_bound=None,
-    softplus_beta=1.0,
-    softplus_threshold=20.0,
-    allow_neg_eigval=False,
-    update_state=True,
-    intermediate_states=False,
-    num_accepted_tokens=None,
-    out_dtype=None,
-    implementation="auto",
-):
-    """Kimi Delta Attention over one or several tokens of each sequence, with its gates, against a pool of states.
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    lower_bound: float | None = None,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    allow_neg_eigval: bool = False,
+    update_state: bool = True,
+    intermediate_states: bool | Array = False,
+    num_accepted_tokens: Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, ...]:
+    """Kimi Delta Attention with its gates: one or several tokens of each sequence, in a pool.
 
-    The recurrence, the gates and the rules of slots are those of `packed_decode`, token after token. The state is read
-    once, kept in float32, rounded to the pool's dtype after every token, and written once, so that T tokens in one call
-    are T calls of one token.
+    The recurrence, the gates and the rules of slots are those of `packed_decode`, token after
+    token. The state is read once, kept in float32, rounded to the pool's dtype after every token,
+    and written once, so that T tokens in one call are T calls of one token.
 
-    Dense: B = N sequences of T tokens. With `cu_seqlens` (varlen): B = 1, and N sequences of unequal length lie end to
-    end along T. An empty sequence reads and writes nothing. A padded sequence's `out` is zero, like that of a token
-    behind the last sequence. What is said of arrays' axes B, T holds for both; of them, one of length 1 may be left out
-    in `a` and `b`.
+    Dense: B = N sequences of T tokens. With `cu_seqlens` (varlen): B = 1, and N sequences of
+    unequal length lie end to end along T. An empty sequence reads and writes nothing. A padded
+    sequence's `out` is zero, like that of a token behind the last sequence. In `a` and
+    `b` an axis B or T of length 1 may be left out.
 
     Args:
-      A_log: `[HV]` float32, bfloat16 or float16, in any shape of HV elements; natural log of the decay rate. None,
+      A_log: `[HV]` float, in any shape of HV elements; natural log of the decay rate. None,
         only with a `lower_bound`, is a rate of 1.
-      dt_bias: `[HV*K]` float32, bfloat16 or float16, in any shape of HV*K elements; added to `a`. None is 0.
-      q: `[B, T, H, K]` bfloat16, float16 or float32; queries.
-      k: `[B, T, H, K]` bfloat16, float16 or float32; keys.
-      v: `[B, T, HV, V]` bfloat16, float16 or float32; values.
-      a: `[B, T, HV*K]` bfloat16, float16 or float32, or `[B, T, HV, K]`; raw forget-gate input.
-      b: `[B, T, HV]` bfloat16, float16 or float32; raw beta logits.
-      initial_state_source: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`; or flat, an array
+      dt_bias: `[HV*K]` float, in any shape of HV*K elements; added to `a`. None is 0.
+      q: `[B, T, H, K]` float; queries.
+      k: `[B, T, H, K]` float; keys.
+      v: `[B, T, HV, V]` float; values.
+      a: `[B, T, HV*K]` float, or `[B, T, HV, K]`; raw forget-gate input.
+      b: `[B, T, HV]` float; raw beta logits.
+      initial_state_source: `[S, HV, V, K]` float, an array or a `jax.Ref`; or flat, an array
         of S*HV*V*K elements. The whole pool.
-      initial_state_indices: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded one.
-      cu_seqlens: None, or `[N+1]` int32 or int64, from 0 on: sequence n is tokens `cu_seqlens[n]` to
-        `cu_seqlens[n+1] - 1` (`validate_cu_seqlens` checks the values on the host).
+      initial_state_indices: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded
+        one.
+      cu_seqlens: None, or `[N+1]` int32 or int64, from 0 on: sequence n is tokens `cu_seqlens[n]`
+        to `cu_seqlens[n+1] - 1` (`validate_cu_seqlens` checks the values on the host).
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
       use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
       lower_bound: None for the softplus gate, or a static finite number < 0 for the safe gate.
-      softplus_beta, softplus_threshold: the softplus is `log(1 + exp(beta * x)) / beta`, and x where `beta * x` is
-        above the threshold. The softplus gate only.
+      softplus_beta, softplus_threshold: the softplus is `log(1 + exp(beta * x)) / beta`, and x
+        where `beta * x` is above the threshold. The softplus gate only.
       allow_neg_eigval: whether beta is doubled, to `(0, 2)`.
-      update_state: whether the slot takes the state after the last token. False leaves it alone: a draft is verified.
-      intermediate_states: False; or True, to return the state after every token; or `[B, T]` int8 to int64, slots of
-        the pool that take it (outside `[0, S)`: not kept). They must differ from each other and from all other
-        sequences' slots.
-      num_accepted_tokens: None, or `[N]` int8 to int64, at most the sequence's length, with slots in
-        `intermediate_states`: sequence n starts from the state that the last call left in its slot of token
-        `num_accepted_tokens[n] - 1` (a zero state if that was not kept), so that a rejected token costs nothing. Where
-        it is 0, or more than the length, it starts from its own slot: right only if no token was accepted since that
-        slot was written. A target model that adds a token of its own accepts one at least; otherwise `commit`.
+      update_state: whether the slot takes the state after the last token. False leaves it alone: a
+        draft is verified.
+      intermediate_states: False; or True, to return the state after every token; or `[B, T]`
+        integer, slots of the pool that take it (outside `[0, S)`: not kept). They must differ from
+        each other and from all other sequences' slots.
+      num_accepted_tokens: None, or `[N]` integer, at most the sequence's length, with slots in
+        `intermediate_states`: sequence n starts from the state that the last call left in its slot
+        of token `num_accepted_tokens[n] - 1` (a zero state if that was not kept), so that a
+        rejected token costs nothing. Where it is 0, or more than the length, it starts from its own
+        slot: right only if no token was accepted since that slot was written. A target model that
+        adds a token of its own always accepts one. Where none may be accepted, use `commit`.
       out_dtype: dtype of `out`; None is that of `v`.
       implementation: "auto", "mosaic_gpu", "triton" or "xla", as in `packed_decode`.
 
     Returns:
       out: `[B, T, HV, V]`.
       state: the updated pool, shaped as it came; None if a Ref came in.
-      intermediate: `[B, T, HV, V, K]` in the pool's dtype, zeros for padded sequences; only if `intermediate_states` is
-        True.
+      intermediate: `[B, T, HV, V, K]` in the pool's dtype, zeros for padded sequences; only if
+        `intermediate_states` is True.
 
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
@@ -86,14 +91,17 @@ def fused_sigmoid_gating_kda_update(
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`.
 
-    Source: SGLang's `cutedsl_fused_sigmoid_gating_kda_update`; what goes past it follows FLA's recurrent KDA.
+    Source: SGLang's `cutedsl_fused_sigmoid_gating_kda_update`; what goes past it follows FLA's
+    recurrent KDA.
 
     >>> import jax, jax.numpy as jnp
     >>> q, k = jnp.array([[[[3.0, 4.0]]]]), jnp.array([[[[0.0, 2.0]]]])
     >>> v, zero = jnp.array([[[[1.0, -1.0]]]]), jnp.zeros((1, 1, 1, 2))
     >>> pool = jnp.zeros((3, 1, 2, 2)).at[2, 0].set(jnp.array([[1.0, 2.0], [3.0, 4.0]]))
-    >>> out, state = fused_sigmoid_gating_kda_update(jnp.zeros(1), None, q, k, v, zero, zero[..., 0], pool,
-    ...     jnp.array([2]), scale=1.0, use_qk_l2norm_in_kernel=False)
+    >>> gates, slots = (jnp.zeros(1), None), jnp.array([2])
+    >>> out, state = fused_sigmoid_gating_kda_update(
+    ...     *gates, q, k, v, zero, zero[..., 0], pool, slots, scale=1.0,
+    ...     use_qk_l2norm_in_kernel=False)
     >>> out.ravel().tolist(), state[2, 0].tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
@@ -125,35 +133,36 @@ def fused_sigmoid_gating_kda_update(
 
 
 def recurrent_kda(
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    initial_state,
-    slots,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    initial_state: Pool,
+    slots: Array,
     *,
-    cu_seqlens=None,
-    scale=None,
-    use_qk_l2norm_in_kernel=False,
-    update_state=True,
-    intermediate_states=False,
-    num_accepted_tokens=None,
-    out_dtype=None,
-    implementation="auto",
-):
-    """The recurrence of Kimi Delta Attention for whoever has the decay and beta already, against a pool of states.
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    update_state: bool = True,
+    intermediate_states: bool | Array = False,
+    num_accepted_tokens: Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, ...]:
+    """The recurrence of Kimi Delta Attention, for callers that compute the gates themselves.
 
     Args:
-      q: `[B, T, H, K]` bfloat16, float16 or float32; queries.
-      k: `[B, T, H, K]` bfloat16, float16 or float32; keys.
-      v: `[B, T, HV, V]` bfloat16, float16 or float32; values.
-      log_decay: `[B, T, HV, K]` float32, bfloat16 or float16; natural log of the decay per key channel, <= 0.
-      beta: `[B, T, HV]` float32, bfloat16 or float16; update strength, after the sigmoid.
-      initial_state: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`; the whole pool.
-      slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: a padded one.
-      cu_seqlens, scale, use_qk_l2norm_in_kernel, update_state, intermediate_states, num_accepted_tokens, out_dtype,
-      implementation: as in `fused_sigmoid_gating_kda_update`.
+      q: `[B, T, H, K]` float; queries.
+      k: `[B, T, H, K]` float; keys.
+      v: `[B, T, HV, V]` float; values.
+      log_decay: `[B, T, HV, K]` float; natural log of the decay per key channel, <= 0.
+      beta: `[B, T, HV]` float; update strength, after the sigmoid.
+      initial_state: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
+      slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one.
+      cu_seqlens, scale, use_qk_l2norm_in_kernel: as in `fused_sigmoid_gating_kda_update`.
+      update_state, intermediate_states, num_accepted_tokens: likewise.
+      out_dtype, implementation: likewise.
 
     Returns:
       out: `[B, T, HV, V]`.
@@ -172,7 +181,8 @@ def recurrent_kda(
     >>> q, k = jnp.array([[[[3.0, 4.0]]]]), jnp.array([[[[0.0, 2.0]]]])
     >>> v, log_decay = jnp.array([[[[1.0, -1.0]]]]), jnp.full((1, 1, 1, 2), -jnp.log(2.0))
     >>> pool = jnp.array([[[[1.0, 2.0], [3.0, 4.0]]]])
-    >>> out, state = recurrent_kda(q, k, v, log_decay, jnp.full((1, 1, 1), 0.5), pool, jnp.array([0]), scale=1.0)
+    >>> beta, slots = jnp.full((1, 1, 1), 0.5), jnp.array([0])
+    >>> out, state = recurrent_kda(q, k, v, log_decay, beta, pool, slots, scale=1.0)
     >>> out.ravel().tolist(), state[0, 0].tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
@@ -192,15 +202,23 @@ def recurrent_kda(
     )
 
 
-def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
+def commit(
+    pool: Pool,
+    intermediate: Array,
+    slots: Array,
+    num_accepted: Array,
+    *,
+    cu_seqlens: Array | None = None,
+) -> jax.Array:
     """Advances the pool by the accepted tokens of a verified draft, and by no others.
 
     Args:
-      pool: `[S, HV, V, K]` float32, bfloat16 or float16, an array or a `jax.Ref`.
-      intermediate: `[B, T, HV, V, K]` float32, bfloat16 or float16: the states after every token, as
+      pool: `[S, HV, V, K]` float, an array or a `jax.Ref`.
+      intermediate: `[B, T, HV, V, K]` float: the states after every token, as
         `intermediate_states=True` returns them; rounded to the pool's dtype.
-      slots: `[N]` int8 to int64; the slot of each sequence. Outside `[0, S)`: passed over.
-      num_accepted: `[N]` int8 to int64, 0 to the sequence's length. 0, or more than that, leaves the slot as it is.
+      slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: passed over.
+      num_accepted: `[N]` integer, 0 to the sequence's length. 0, or more than that, leaves the slot
+        as it is.
       cu_seqlens: as it was in the call that made the states.
 
     Returns:
@@ -213,8 +231,9 @@ def commit(pool, intermediate, slots, num_accepted, *, cu_seqlens=None):
       ContractError: a shape or dtype does not fit.
 
     >>> import jax.numpy as jnp
-    >>> states = jnp.arange(1.0, 7.0).reshape(2, 3, 1, 1, 1)            # two sequences of three drafted tokens
-    >>> commit(jnp.zeros((4, 1, 1, 1)), states, jnp.array([3, 0]), jnp.array([2, 0])).ravel().tolist()
+    >>> # Two sequences of three drafted tokens.
+    >>> states, pool = jnp.arange(1.0, 7.0).reshape(2, 3, 1, 1, 1), jnp.zeros((4, 1, 1, 1))
+    >>> commit(pool, states, jnp.array([3, 0]), jnp.array([2, 0])).ravel().tolist()
     [0.0, 0.0, 0.0, 2.0]
     """
     arrays = dict(
@@ -313,7 +332,9 @@ def _accepted(accepted, slots, writes, cu_seqlens):
 
 
 def _last_accepted(accepted, shape, cu_seqlens):
-    """`[N]` twice: the place of each sequence's last accepted token among all B*T, and whether it is the sequence's."""
+    """`[N]` twice: where each sequence's last accepted token is among all B*T, and whether it is
+    the sequence's own.
+    """
     B, T = shape
     first = jnp.arange(B, dtype=jnp.int32) * T if cu_seqlens is None else cu_seqlens[:-1]
     lengths = T if cu_seqlens is None else cu_seqlens[1:] - first

@@ -6,10 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from kda_contracts import KDA_CONFIG, check, layer_numbers, split_heads
+from kda_contracts import KDA_CONFIG, ContractError, check, layer_numbers, split_heads
 
-Leaf = Any  # an array, or what stands for it in a tree of the same form: a shape, a PartitionSpec
+
+def _shown(self):
+    """The fields with shapes and dtypes in place of values: a layer has millions of those."""
+    fields = [f"{name}={_form(x)}" for name, x in vars(self).items()]
+    return f"{type(self).__name__}({', '.join(fields)})"
+
+
+def _form(x):
+    """An array as in `float32[4, 64]`; what stands for one, such as a PartitionSpec, as it is."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+    return f"{x!r:.60}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class KDAConfig:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KDAParams:
     """The weights of one layer, as `x @ w` takes them, of any float dtype.
 
@@ -50,35 +62,53 @@ class KDAParams:
     FLA's own layer has it, and the released models do not.
     """
 
-    q_proj: Leaf  # [D, H*K]
-    k_proj: Leaf  # [D, H*K]
-    v_proj: Leaf  # [D, HV*V]
-    q_conv: Leaf  # [H*K, W]
-    k_conv: Leaf  # [H*K, W]
-    v_conv: Leaf  # [HV*V, W]
+    q_proj: jax.Array  # [D, H*K]
+    k_proj: jax.Array  # [D, H*K]
+    v_proj: jax.Array  # [D, HV*V]
+    q_conv: jax.Array  # [H*K, W]
+    k_conv: jax.Array  # [H*K, W]
+    v_conv: jax.Array  # [HV*V, W]
     # R is V in FLA's layer, and K in the released ones, which have K = V.
-    f_down: Leaf  # [D, R]
-    f_up: Leaf  # [R, HV*K]
-    b_proj: Leaf  # [D, HV]
-    A_log: Leaf  # [HV]
-    dt_bias: Leaf  # [HV*K]
-    g_up: Leaf  # [V, HV*V], or [D, HV*V] for a full rank
-    norm: Leaf  # [V]
-    o_proj: Leaf  # [HV*V, D]
-    g_down: Leaf = None  # [D, V]
-    g_bias: Leaf = None  # [HV*V]
+    f_down: jax.Array  # [D, R]
+    f_up: jax.Array  # [R, HV*K]
+    b_proj: jax.Array  # [D, HV]
+    A_log: jax.Array  # [HV]
+    dt_bias: jax.Array  # [HV*K]
+    g_up: jax.Array  # [V, HV*V], or [D, HV*V] for a full rank
+    norm: jax.Array  # [V]
+    o_proj: jax.Array  # [HV*V, D]
+    g_down: jax.Array | None = None  # [D, V]
+    g_bias: jax.Array | None = None  # [HV*V]
+
+    __repr__ = _shown
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KDACache:
     """What one layer keeps for its requests: one slot each, in two pools, arrays or `jax.Ref`s.
 
     A step that was given a Ref returns None in its place.
     """
 
-    conv: Leaf  # [S, 2*H*K+HV*V, W-1], the last inputs of the short convolution, oldest first
-    state: Leaf  # [S, HV, V, K]
+    conv: jax.Array  # [S, 2*H*K+HV*V, W-1], the last inputs of the short convolution, oldest first
+    state: jax.Array  # [S, HV, V, K]
+
+    __repr__ = _shown
+
+
+def require_containers(name, params, cache, config):
+    """Refuses what is not a layer's own dataclass, such as a dict of the same arrays."""
+    for argument, x, kind in (
+        ("params", params, KDAParams),
+        ("cache", cache, KDACache),
+        ("config", config, KDAConfig),
+    ):
+        if not isinstance(x, kind):
+            raise ContractError(
+                f"{name}: `{argument}` must be a {kind.__name__} (got {type(x).__name__}); "
+                f"from a dict x of its fields it is {kind.__name__}(**x)"
+            )
 
 
 def letters(config: KDAConfig, params: KDAParams) -> dict:
@@ -91,7 +121,7 @@ def letters(config: KDAConfig, params: KDAParams) -> dict:
     return sizes
 
 
-def config_from_hf(config) -> KDAConfig:
+def config_from_hf(config: dict[str, Any]) -> KDAConfig:
     """The config of a model's KDA layers.
 
     Args:
@@ -113,7 +143,12 @@ def config_from_hf(config) -> KDAConfig:
 
 
 def init_cache(
-    config: KDAConfig, num_slots, *, ranks=1, state_dtype=jnp.float32, conv_dtype=jnp.bfloat16
+    config: KDAConfig,
+    num_slots: int,
+    *,
+    ranks: int = 1,
+    state_dtype: DTypeLike = jnp.float32,
+    conv_dtype: DTypeLike = jnp.bfloat16,
 ) -> KDACache:
     """An empty cache: zeros, which are a fresh request's state.
 
@@ -142,7 +177,12 @@ def init_cache(
     )
 
 
-def init_params(config: KDAConfig, key, *, dtype=jnp.bfloat16) -> KDAParams:
+def init_params(
+    config: KDAConfig,
+    key: jax.Array,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> KDAParams:
     """Random weights of a layer: normal, of variance 1 over the inputs; decay rates of 1 to 16.
 
     Args:

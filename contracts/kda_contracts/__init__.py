@@ -1,5 +1,7 @@
 """The shape contract of Kimi Delta Attention, for any array library: standard library only."""
 
+__version__ = "0.1.0"
+
 from kda_contracts.arrays import ArrayFacts as ArrayFacts
 from kda_contracts.arrays import facts as facts
 from kda_contracts.axes import AXES as AXES
@@ -15,6 +17,8 @@ from kda_contracts.checkpoint import check_checkpoint as check_checkpoint
 from kda_contracts.checkpoint import find_tensors as find_tensors
 from kda_contracts.checkpoint import layer_numbers as layer_numbers
 from kda_contracts.cli import add_check as add_check
+from kda_contracts.cli import parse_command as parse_command
+from kda_contracts.cli import positive_number as positive_number
 from kda_contracts.heads import split_heads as split_heads
 from kda_contracts.judge import ContractError as ContractError
 from kda_contracts.judge import Sizes as Sizes

@@ -114,6 +114,11 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
 
     Raises:
       BadFileError: a file that cannot be judged, in one line.
+
+    >>> check_checkpoint("nowhere")
+    Traceback (most recent call last):
+    ...
+    kda_contracts.safetensors_header.BadFileError: nowhere: no such file or folder
     """
     path = Path(path)
     try:

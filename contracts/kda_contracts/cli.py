@@ -1,10 +1,14 @@
-"""`python -m kda_contracts check CHECKPOINT`: the command, and its parser for other commands."""
+"""`python -m kda_contracts check CHECKPOINT`, and the start of `kda-jax`, without JAX.
+
+The command's parser serves other commands too.
+"""
 
 import argparse
 import dataclasses
 import json
 import sys
 
+from kda_contracts import __version__
 from kda_contracts.checkpoint import check_checkpoint
 from kda_contracts.safetensors_header import BadFileError
 
@@ -17,15 +21,57 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="python -m kda_contracts", description="The contract of Kimi Delta Attention."
     )
-    add_check(parser.add_subparsers(dest="command", required=True))
-    options = parser.parse_args(arguments)
+    parser.add_argument("--version", action="version", version=f"kda-contracts {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_check(commands)
+    options = parse_command(parser, commands, arguments)
     return options.run(options)
 
 
-def add_check(commands, judge=None):
+def kda_jax(arguments=None):
+    """Runs `kda-jax`, and returns its exit code.
+
+    A check by headers is made here, in milliseconds: JAX takes seconds to load. The rest is
+    kda_jax's, which has to be installed.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # "--v" is argparse's own short form of --values, and --help names that option too.
+    elsewhere = any(x.startswith(("--v", "-h", "--h")) for x in arguments)
+    if arguments[:1] == ["check"] and not elsewhere:
+        parser = argparse.ArgumentParser(prog="kda-jax")
+        commands = parser.add_subparsers(dest="command", required=True)
+        add_check(commands)
+        options = parse_command(parser, commands, arguments)
+        return options.run(options)
+    from kda_jax.tools.cli import main
+
+    return main(arguments)
+
+
+def parse_command(parser, commands, arguments=None):
+    """`parser.parse_args`, but what nobody knows ends in the usage of the command that has it."""
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        shown = " ".join(x[:80] for x in unknown[:10])
+        commands.choices[options.command].error(f"unrecognized arguments: {shown}")
+    return options
+
+
+def positive_number(text):
+    """An option's whole number above 0."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a positive number")
+    return number
+
+
+def add_check(commands, by_values=None):
     """Adds the `check` command to a parser's commands, and returns its parser.
 
-    `judge(options)` gives the `CheckpointReport`; None judges by headers alone.
+    `by_values(options)` gives the `CheckpointReport` of `--values`. None leaves that option out.
     """
     parser = commands.add_parser(
         "check", help="judge a checkpoint's KDA layers by its headers, before it is loaded"
@@ -35,12 +81,18 @@ def add_check(commands, judge=None):
     )
     parser.add_argument(
         "--tp",
-        type=int,
+        type=positive_number,
         default=1,
         help="tensor-parallel ranks to split the heads over (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_check, judge=judge or _by_headers)
+    if by_values:
+        parser.add_argument(
+            "--values",
+            action="store_true",
+            help="read every weight of those layers: all must be finite",
+        )
+    parser.set_defaults(run=_check, values=False, by_values=by_values)
     return parser
 
 
@@ -49,9 +101,10 @@ def _by_headers(options):
 
 
 def _check(options):
+    judge = options.by_values if options.values else _by_headers
     try:
-        report = options.judge(options)
-    except BadFileError as error:
+        report = judge(options)
+    except (BadFileError, ImportError) as error:
         if options.json:
             print(json.dumps({"ok": False, "error": str(error)}))
         else:

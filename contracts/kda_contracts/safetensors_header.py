@@ -48,6 +48,8 @@ def read_header(path):
                 path, f"truncated: {file_bytes} bytes are too few for a safetensors header"
             )
         length = int.from_bytes(prefix, "little")
+        if length > MAX_HEADER_BYTES and prefix.lstrip().startswith(b"{"):
+            raise BadFileError(path, "this is JSON: give the folder")
         if length > MAX_HEADER_BYTES:
             raise BadFileError(
                 path, f"its header claims {length} bytes, more than the format's {MAX_HEADER_BYTES}"

@@ -9,7 +9,9 @@ cold. The multiply is of float32 numbers for every pool: XLA's multiply of bfloa
 the op itself. `--toy` runs tiny shapes on any backend, and its times mean nothing.
 """
 
+import argparse
 import dataclasses
+import re
 import time
 
 import jax
@@ -107,7 +109,7 @@ def _entry(times, live_bytes):
 
 
 def compile_seconds(implementation="auto"):
-    """{layers: seconds to lower and compile a step over a list of so many pools}; Kimi-K3 has 69."""
+    """{layers: seconds to lower and compile a step over a list of that many pools}; K3 has 69."""
     seconds = {}
     for layers in (1, 69):
         # Another batch for each: nothing is found in a cache.
@@ -129,8 +131,15 @@ def compile_seconds(implementation="auto"):
     return seconds
 
 
+def _shapes(text):
+    """The option's text, if it is a list of shapes."""
+    if not all(re.fullmatch(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,5}", x) for x in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not of the form BxHV,BxHV,...")
+    return text
+
+
 def add_arguments(parser):
-    parser.add_argument("--shapes", help="BxHV,... (default: the whole grid)")
+    parser.add_argument("--shapes", type=_shapes, help="BxHV,... (default: the whole grid)")
     parser.add_argument("--pool-dtype", default="float32", choices=tuple(STATE_LIMIT))
     parser.add_argument("--ordered", action="store_true", help="rows in the order of their slots")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, on any backend")

@@ -1,7 +1,6 @@
 """The command line: `kda-jax demo`, `explain`, `check`, `bench` (also `python -m kda_jax`)."""
 
 import argparse
-import importlib.util
 import inspect
 import json
 import sys
@@ -9,28 +8,32 @@ import sys
 import jax
 
 import kda_jax
-from kda_contracts import PACKED_DECODE, BadFileError, add_check, check_checkpoint
+from kda_contracts import (
+    PACKED_DECODE,
+    BadFileError,
+    add_check,
+    parse_command,
+    positive_number,
+)
 from kda_jax import dispatch
-from kda_jax.checkpoint import check_values
 from kda_jax.tools import bench, demo
 from kda_jax.tools.synthetic import MODELS, model_sizes
 
 
 def main(arguments=None):
     """Runs one command and returns its exit code: 0, or 1 where a check failed."""
-    parser = argparse.ArgumentParser(
-        prog="kda-jax", description="Kimi Delta Attention decode for JAX."
-    )
+    parser = argparse.ArgumentParser(prog="kda-jax", description="Kimi Delta Attention for JAX.")
+    parser.add_argument("--version", action="version", version=f"kda-jax {kda_jax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_explain(commands)
-    _add_check(commands)
+    add_check(commands, by_values=_by_values)
     parser_of_bench = commands.add_parser(
         "bench", help="time the kernels on a GPU against an in-place multiply"
     )
     bench.add_arguments(parser_of_bench)
     parser_of_bench.set_defaults(run=bench.run)
-    options = parser.parse_args(arguments)
+    options = parse_command(parser, commands, arguments)
     try:
         return options.run(options)
     except (ValueError, NotImplementedError, ImportError, BadFileError) as error:
@@ -46,7 +49,7 @@ def _add_demo(commands):
         "--checkpoint", help="take the weights and the gate from this checkpoint's first KDA layer"
     )
     parser.add_argument(
-        "--steps", type=_positive, default=16, help="tokens to decode (default: 16)"
+        "--steps", type=positive_number, default=16, help="tokens to decode (default: 16)"
     )
     parser.add_argument(
         "--implementation", default="auto", choices=("auto", *dispatch.IMPLEMENTATIONS)
@@ -63,10 +66,15 @@ def _add_explain(commands):
     )
     _add_model(parser)
     for letter in ("H", "HV", "K", "V", "S"):
-        parser.add_argument(f"--{letter}", type=_positive, help=f"{letter} in place of the model's")
+        parser.add_argument(
+            f"--{letter}", type=positive_number, help=f"{letter} in place of the model's"
+        )
     parser.add_argument("--op", default="packed_decode", choices=tuple(dispatch.CONTRACTS))
     parser.add_argument(
-        "--tokens", type=_positive, default=64, help="T of an op that has tokens (default: 64)"
+        "--tokens",
+        type=positive_number,
+        default=64,
+        help="T of an op that has tokens (default: 64)",
     )
     parser.add_argument(
         "--pool-dtype", default="float32", choices=PACKED_DECODE.by_name["initial_state"].dtypes
@@ -74,33 +82,17 @@ def _add_explain(commands):
     parser.set_defaults(run=_explain)
 
 
-def _add_check(commands):
-    parser = add_check(commands, _judge)
-    parser.add_argument(
-        "--values",
-        action="store_true",
-        help="read every weight of those layers: all must be finite",
-    )
-
-
 def _add_model(parser):
     parser.add_argument("--model", default="kimi-linear-48b", choices=tuple(MODELS))
     parser.add_argument(
         "--tp",
-        type=_positive,
+        type=positive_number,
         default=1,
         help="tensor-parallel ranks; one of them runs (default: 1)",
     )
     parser.add_argument(
-        "--batch", type=_positive, default=8, help="rows, the last one padded (default: 8)"
+        "--batch", type=positive_number, default=8, help="rows, the last one padded (default: 8)"
     )
-
-
-def _positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def _demo(options):
@@ -124,6 +116,7 @@ def _explain(options):
     letters |= {"D": MODELS[options.model].hidden_size, "T": options.tokens, "N": options.batch}
     letters |= {
         "W": 4,
+        "...": (options.batch, letters["HV"]),
         "R": letters["K"],
         "C": 2 * letters["H"] * letters["K"] + letters["HV"] * letters["V"],
     }
@@ -152,11 +145,8 @@ def _shapes(op, contract, letters, pool_dtype):
     } | {name: shapes[name] for name in ("x", "slots", "cu_seqlens") if name in shapes}
 
 
-def _judge(options):
-    """As kda_contracts' command; A_log and dt_bias by value too, where safetensors is installed."""
-    if not options.values and not importlib.util.find_spec("safetensors"):
-        return check_checkpoint(options.checkpoint, tp=options.tp)
-    return check_values(options.checkpoint, tp=options.tp, every=options.values)
+def _by_values(options):
+    return kda_jax.check_values(options.checkpoint, tp=options.tp, every=True)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def run(
     tp=1,
     batch=8,
     steps=16,
-    implementation="auto",
+    implementation: kda_jax.Implementation = "auto",
     seed=0,
 ):
     """Decodes `steps` tokens for `batch` rows, the last one padded where there are two, and returns one flat dict.

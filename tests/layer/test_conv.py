@@ -83,12 +83,12 @@ def test_an_empty_sequence_writes_no_window():
 def test_sources_and_refs():
     x, weight, pool = map(jnp.asarray, make(4, 3))
     slots, bounds = jnp.array([1, 2]), jnp.array([0, 2, 3])
-    y, after = conv_prefill(x, weight, pool, slots, bounds, jnp.array([-1, 4]))
+    y, after = conv_prefill(x, weight, pool, slots, bounds, sources=jnp.array([-1, 4]))
     empty, moved = pool.at[1].set(0.0), pool.at[2].set(pool[4])
     assert_near(y[:2], conv_prefill(x[:2], weight, empty, slots[:1], bounds[:2])[0], 1e-6)
     assert_near(y[2:], conv_prefill(x[2:], weight, moved, slots[1:], jnp.array([0, 1]))[0], 1e-6)
     ref = jax.new_ref(pool)
-    assert conv_prefill(x, weight, ref, slots, bounds, jnp.array([-1, 4]))[1] is None
+    assert conv_prefill(x, weight, ref, slots, bounds, sources=jnp.array([-1, 4]))[1] is None
     assert_same_bits(ref[...], after)
     _, stepped = conv_decode(x, weight, after, jnp.array([0, 1, -1]))
     assert conv_decode(x, weight, ref, jnp.array([0, 1, -1]))[1] is None
