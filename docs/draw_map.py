@@ -43,7 +43,7 @@ FLOORS = {
         3: ("the judge", "check()", "judge"),
         2: ("tables", "shapes, and how they are read", "kda layer blocks bind options"),
         1: ("words", "axes as text, remedies, headers", "spec remedy safetensors_header"),
-        0: ("arrays", "what an array says of itself", "arrays axes"),
+        0: ("arrays", "what an array says of itself", "arrays axes version"),
     },
 }
 FOLDERS = {"kda_jax": "kda_jax", "kda_contracts": "contracts/kda_contracts"}

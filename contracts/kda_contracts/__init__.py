@@ -1,7 +1,5 @@
 """The shape contract of Kimi Delta Attention, for any array library: standard library only."""
 
-__version__ = "0.1.0"
-
 from kda_contracts.arrays import ArrayFacts as ArrayFacts
 from kda_contracts.arrays import facts as facts
 from kda_contracts.axes import AXES as AXES
@@ -47,3 +45,4 @@ from kda_contracts.spec import Layout as Layout
 from kda_contracts.spec import Operand as Operand
 from kda_contracts.spec import Option as Option
 from kda_contracts.spec import Rule as Rule
+from kda_contracts.version import __version__ as __version__

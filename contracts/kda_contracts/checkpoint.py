@@ -247,7 +247,7 @@ def _geometry(path, config) -> tuple[dict, Any, dict]:
             type(sizes["K"]) is int
             and type(expand) in (int, float)
             and 0 < expand < 2**31
-            and sizes["K"] < 2**31
+            and 0 < sizes["K"] < 2**31
         )
         sizes |= {
             "HV": config.get("num_v_heads") or sizes["H"],

@@ -8,9 +8,9 @@ import dataclasses
 import json
 import sys
 
-from kda_contracts import __version__
 from kda_contracts.checkpoint import check_checkpoint
 from kda_contracts.safetensors_header import BadFileError
+from kda_contracts.version import __version__
 
 
 def main(arguments=None):

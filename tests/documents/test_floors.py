@@ -60,6 +60,8 @@ def faults(package, module, source):
         if target_package == "kda_contracts" and package == "kda_jax":
             if target != "__init__" and not ONE_ROOM.fullmatch(module):
                 yield f"{module} reaches past kda_contracts' public names: {target}"
+        elif (package, module, target_package) == ("kda_contracts", "cli", "kda_jax"):
+            continue  # the script kda-jax starts there, so that a check needs no JAX
         elif target_package != package:
             yield f"{module} imports {target_package}"
         elif ONE_ROOM.fullmatch(module) and ONE_ROOM.fullmatch(target):
