@@ -92,7 +92,7 @@ def _other_texts(old, new):
         if old[name] != new[name]:
             before, after = old[name].splitlines(), new[name].splitlines()
             pairs = zip([*before, ""], [*after, ""], strict=False)
-            first = next((x, y) for x, y in pairs if x != y)
+            first = next(((x, y) for x, y in pairs if x != y), ("", ""))
             shown = " / ".join(line.strip()[:100] for line in first)
             faults.append(f"{name}: {len(after)} lines for {len(before)}, first: {shown}")
     return faults
@@ -105,8 +105,8 @@ def _other_bits(old, new):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             faults.append(f"{name}: {x.dtype}{list(x.shape)} became {y.dtype}{list(y.shape)}")
         elif x.tobytes() != y.tobytes():
-            bits = (np.ascontiguousarray(z).view(f"V{x.dtype.itemsize}") for z in (x, y))
-            differ = np.asarray([p != q for p, q in zip(*(z.ravel() for z in bits), strict=True)])
+            bits = (np.frombuffer(z.tobytes(), np.uint8).reshape(z.size, -1) for z in (x, y))
+            differ = np.not_equal(*bits).any(1)
             with np.errstate(invalid="ignore"):
                 worst = np.abs(x.astype(np.float64) - y.astype(np.float64)).ravel()[differ].max()
             faults.append(f"{name}: {differ.sum()} of {x.size} elements, by up to {worst:.1e}")
@@ -150,7 +150,7 @@ def run(options, part, folder):
         for n, side in enumerate(("old", "new", "old", "new")):
             file = folder / f"times-{n}"
             runs.append(results_of(start(sides[side], part, file, options.rows), file))
-        yield from (row for row in compare_times(runs) if options.k in row["call"])
+        yield from (row for row in compare_times(runs) if options.k in str(row["call"]))
         return
     variables = SAME_BITS if part == "gpu" else CPU
     files = {side: folder / f"{part}-{side}" for side in sides}

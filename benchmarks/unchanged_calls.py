@@ -1,23 +1,16 @@
 """The calls that unchanged.py compares: every op in every form that has a program of its own.
 
-Sizes are small and distinct, pools are never zero, and what nothing may read is NaN. `names` is the
-one place that knows what a checkout calls its functions, so that old and new names run alike.
+A list, and as long as there are forms.
 """
 
-import importlib
-import importlib.util
-import inspect
-import pickle
-import types
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from unchanged_operands import activated, normal, packed, slots_of, unpacked
 
-RENAMED = {"initial_state": "pool", "source_indices": "sources"}
 BOTH = ("mosaic_gpu", "triton")
 LENGTHS = (4, 0, 1, 3, 2)
 
@@ -28,7 +21,8 @@ class Call:
 
     kernels: the implementations besides "xla" that can run it. interpret, lowered: whether these
     parts take it. donate: places of donated arrays. refs: places of arrays that come as a jax.Ref.
-    eager: called without jit, on NumPy arrays. xla: whether it has values to compute with.
+    eager: called without jit, on NumPy arrays. x64: in 64-bit mode. xla: False for a form whose XLA
+    program takes long to compile, and has its like among the others.
     """
 
     name: str
@@ -42,132 +36,6 @@ class Call:
     eager: bool = False
     x64: bool = False
     xla: bool = True
-
-
-def names():
-    """What the checkout on the path calls the functions and modules that are used here."""
-    ops = "packed_decode fused_sigmoid_gating_kda_update recurrent_kda chunk_kda commit kda_decode"
-    ops += " kda_prefill clear_slots pack_qkv state_from_kv state_to_kv"
-    found = {name: _renamed(_find(f"kda_jax:{name}")) for name in ops.split()}
-    for name in ("conv_decode", "conv_prefill"):
-        found[name] = _renamed(_find(f"kda_jax:{name}", f"kda_jax.conv:{name}"))
-    found["gated_rms_norm"] = _find("kda_jax:gated_rms_norm", "kda_jax.norm:gated_rms_norm")
-    for name in ("KDAConfig", "KDACache", "init_params", "init_cache"):
-        found[name] = _find(f"kda_jax:{name}")
-    return types.SimpleNamespace(**found)
-
-
-def module(*names):
-    """The first of these modules that the checkout has."""
-    for name in names:
-        if importlib.util.find_spec(name):
-            return importlib.import_module(name)
-    raise ImportError(f"none of {', '.join(names)}")
-
-
-def module_or_none(name):
-    return module(name) if importlib.util.find_spec(name) else None
-
-
-def save(file, results):
-    with open(file, "wb") as opened:
-        pickle.dump(results, opened)
-
-
-def _find(*places):
-    """The first of these `module:attribute` that the checkout has."""
-    for place in places:
-        name, attribute = place.split(":")
-        if hasattr(found := importlib.import_module(name), attribute):
-            return getattr(found, attribute)
-    raise ImportError(f"none of {', '.join(places)}")
-
-
-def _renamed(function):
-    """The function, which also takes its keywords by their old names."""
-    parameters = inspect.signature(function).parameters
-
-    def call(*args, **options):
-        if "fresh" in options and "fresh" not in parameters:
-            fresh, slots = options.pop("fresh"), jnp.asarray(args[3])
-            options["sources"] = None if fresh is None else jnp.where(fresh, -1, slots)
-        known = {name if name in parameters else RENAMED[name]: x for name, x in options.items()}
-        return function(*args, **known)
-
-    return call
-
-
-def _normal(rng, *shape, dtype="float32"):
-    return rng.standard_normal(shape, dtype=np.float32).astype(jnp.dtype(dtype))
-
-
-def _slots(rng, n, S):
-    """Slots in random order; of three and more the second is padded, of four and more the last."""
-    slots = np.full(n, -1, np.int32)
-    slots[: min(n, S)] = rng.permutation(S)[:n]
-    if n >= 3:
-        slots[1] = -1
-    if n >= 4:
-        slots[-1] = S
-    return slots
-
-
-def _gates(rng, HV, K, dtype="float32"):
-    A_log = np.log(rng.uniform(1, 16, HV)).astype(jnp.dtype(dtype))
-    return A_log, (_normal(rng, HV * K) - np.float32(2)).astype(jnp.dtype(dtype))
-
-
-def packed(
-    B=5, H=2, HV=4, K=32, V=16, S=8, seed="", dtype="bfloat16", pool="float32", gates="float32"
-):
-    """The seven operands of packed_decode; padded rows are NaN."""
-    rng = np.random.default_rng(zlib.crc32(repr((B, H, HV, K, V, S, seed)).encode()))
-    slots = _slots(rng, B, S)
-    x = [_normal(rng, B, width, dtype=dtype) for width in (2 * H * K + HV * V, HV * K, HV)]
-    for array in x:
-        array[(slots < 0) | (slots >= S)] = np.nan
-    return *x, *_gates(rng, HV, K, gates), _normal(rng, S, HV, V, K, dtype=pool), slots
-
-
-def unpacked(
-    B=4, T=3, H=2, HV=4, K=32, V=16, S=7, lengths=None, dtype="bfloat16", pool="float32"
-):
-    """The operands of an update, and `cu_seqlens` (None if dense); padded sequences are NaN."""
-    rng = np.random.default_rng(zlib.crc32(repr((B, T, H, HV, K, V, S, lengths)).encode()))
-    cu_seqlens, N = None, B
-    if lengths:
-        # One token lies behind the last sequence.
-        B, N, T = 1, len(lengths), sum(lengths) + 1
-        cu_seqlens = np.cumsum((0, *lengths)).astype(np.int32)
-    slots = _slots(rng, N, S)
-    held = np.repeat((slots >= 0) & (slots < S), lengths or (T,) * N)
-    held = np.append(held, False) if lengths else held
-    shapes = ((H, K), (H, K), (HV, V), (HV * K,), (HV,))
-    x = [_normal(rng, B, T, *shape, dtype=dtype) for shape in shapes]
-    for array in x:
-        array[~held.reshape(B, T)] = np.nan
-    state = _normal(rng, S, HV, V, K, dtype=pool)
-    return (*_gates(rng, HV, K), *x, state, slots), cu_seqlens
-
-
-def activated(
-    B=2, T=70, H=2, HV=4, K=32, V=24, S=6, lengths=None, dtype="float32", pool="float32", decay=1.0
-):
-    """The operands of recurrent_kda and chunk_kda, and `cu_seqlens` (None if dense); all finite."""
-    rng = np.random.default_rng(zlib.crc32(repr((B, T, H, HV, K, V, S, lengths)).encode()))
-    cu_seqlens, N = None, B
-    if lengths:
-        B, N, T = 1, len(lengths), sum(lengths) + 1
-        cu_seqlens = np.cumsum((0, *lengths)).astype(np.int32)
-    q, k = _normal(rng, B, T, H, K), _normal(rng, B, T, H, K)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    v = _normal(rng, B, T, HV, V)
-    log_decay = np.float32(-decay) * np.abs(_normal(rng, B, T, HV, K))
-    beta = rng.uniform(0, 1, (B, T, HV)).astype(np.float32)
-    q, k, v = (x.astype(jnp.dtype(dtype)) for x in (q, k, v))
-    return (q, k, v, log_decay, beta, _normal(rng, S, HV, V, K, dtype=pool), _slots(rng, N, S)), (
-        cu_seqlens
-    )
 
 
 def make_calls(kda):
@@ -415,14 +283,13 @@ def _chunk_calls(op):
         return jax.vmap(lambda *x: op(*x, **options))(*args)
 
     yield call("vmap", (tuple(np.stack([x, x[::-1]]) for x in plain), None), op=mapped)
-    big = dict(dtype="bfloat16", kernels=("mosaic_gpu",), lowered=True)
-    big.pop("dtype")
+    big = dict(kernels=("mosaic_gpu",), lowered=True, xla=False)
     for K, V in ((128, 128), (64, 192)):
         dense = activated(B=2, T=300, K=K, V=V, dtype="bfloat16")
         ends = activated(lengths=(70, 0, 1, 130), K=K, V=V, dtype="bfloat16")
         yield call(f"K={K}, V={V}", dense, options=l2, **big)
         yield call(f"K={K}, V={V}, varlen", ends, more=dict(source_indices=sources[:4]), **big)
-    yield call("K=V=128, grad", dense, op=_gradient(op, floats), kernels=("mosaic_gpu",))
+    yield call("K=64, V=192, grad", dense, op=_gradient(op, floats), **big)
 
 
 def _small_calls(kda):
@@ -432,10 +299,10 @@ def _small_calls(kda):
         return Call(name, lambda _, *arrays: op(*arrays), arrays, **form)
 
     rng = np.random.default_rng(7)
-    pool, states = _normal(rng, 6, 2, 5, 8), _normal(rng, 3, 4, 2, 5, 8)
+    pool, states = normal(rng, 6, 2, 5, 8), normal(rng, 3, 4, 2, 5, 8)
     slots, accepted = np.array([4, -1, 0], np.int32), np.array([2, 1, 4], np.int32)
     ends = np.array([0, 5, 5, 12], np.int32)
-    kept = _normal(rng, 1, 12, 2, 5, 8)
+    kept = normal(rng, 1, 12, 2, 5, 8)
 
     def commit_varlen(pool, states, slots, accepted, ends):
         return kda.commit(pool, states, slots, accepted, cu_seqlens=ends)
@@ -446,7 +313,7 @@ def _small_calls(kda):
     yield call("commit, bfloat16, donated", kda.commit, half, states, slots, accepted, donate=(0,))
     yield call("commit, a Ref", kda.commit, pool, states, slots, accepted, refs=(0,))
 
-    x, weight, window = _normal(rng, 5, 12), _normal(rng, 12, 4), _normal(rng, 7, 12, 3)
+    x, weight, window = normal(rng, 5, 12), normal(rng, 12, 4), normal(rng, 7, 12, 3)
     rows = np.array([3, -1, 0, 7, 6], np.int32)
     x[[1, 3]] = np.nan
     bf16 = jnp.dtype("bfloat16")
@@ -456,7 +323,7 @@ def _small_calls(kda):
     yield call("conv_decode, a Ref", kda.conv_decode, x, weight, window, rows, refs=(2,))
     eager = x, weight, window, rows.astype(np.int64)
     yield call("conv_decode, int64, eager", kda.conv_decode, *eager, eager=True)
-    x = _normal(rng, 13, 12)
+    x = normal(rng, 13, 12)
     ends, own = np.array([0, 2, 2, 9, 12], np.int32), np.array([5, 1, -1, 0], np.int32)
     low, sources = x.astype(bf16), np.array([5, 1, 2, -1], np.int32)
     arrays = x, weight, window, own, ends
@@ -467,7 +334,7 @@ def _small_calls(kda):
     gradient = _gradient(kda.conv_prefill, (0, 1, 2))
     yield call("conv_prefill, grad", gradient, x, weight, window, np.abs(own), ends)
 
-    x, gate, weight = _normal(rng, 3, 4, 24), _normal(rng, 3, 4, 24), _normal(rng, 24)
+    x, gate, weight = normal(rng, 3, 4, 24), normal(rng, 3, 4, 24), normal(rng, 24)
     yield call("gated_rms_norm, float32", kda.gated_rms_norm, x, gate, weight)
     low = x.astype(bf16), gate.astype(bf16), weight.astype(bf16)
     yield call("gated_rms_norm, bfloat16", lambda *x: kda.gated_rms_norm(*x, 1e-3), *low)
@@ -488,14 +355,14 @@ def _layer_calls(kda):
         rng = np.random.default_rng(11)
         shape = jax.eval_shape(lambda: kda.init_params(config, jax.random.key(0)))
         scale = np.float32(0.2)
-        params = jax.tree.map(lambda x: _normal(rng, *x.shape, dtype=dtype) * scale, shape)
+        params = jax.tree.map(lambda x: normal(rng, *x.shape, dtype=dtype) * scale, shape)
         cache = jax.eval_shape(lambda: kda.init_cache(config, 7))
-        cache = jax.tree.map(lambda x: _normal(rng, *x.shape).astype(x.dtype), cache)
+        cache = jax.tree.map(lambda x: normal(rng, *x.shape).astype(x.dtype), cache)
         return config, params, cache, rng
 
     def decode(name, B=5, wrap=lambda op: op, dtype="bfloat16", kernels=(), sizes=None, **form):
         config, params, cache, rng = layer(**(sizes or {}))
-        x, slots = _normal(rng, B, config.D, dtype=dtype), _slots(rng, B, 7)
+        x, slots = normal(rng, B, config.D, dtype=dtype), slots_of(rng, B, 7)
 
         def run(implementation, params, x, cache, slots):
             def op(cache):
@@ -510,7 +377,7 @@ def _layer_calls(kda):
     def prefill(name, fresh=None, wrap=lambda op: op, dtype="bfloat16", sizes=None, **form):
         config, params, cache, rng = layer(**(sizes or {}))
         ends = np.array([0, 70, 70, 80, 150], np.int32)
-        slots, x = np.array([5, 1, -1, 0], np.int32), _normal(rng, 151, config.D, dtype=dtype)
+        slots, x = np.array([5, 1, -1, 0], np.int32), normal(rng, 151, config.D, dtype=dtype)
 
         def run(implementation, params, x, cache, slots, ends, *fresh):
             def op(params, x, cache):
@@ -542,5 +409,7 @@ def _layer_calls(kda):
     yield prefill("fresh, safe gate, donated", [True, False, False, True], donate=(2,), sizes=safe)
     yield prefill("float32", dtype="float32", sizes=dict(dtype="float32"))
     yield prefill("grad", dtype="float32", wrap=lambda op: _gradient(op, (0, 1, 2)))
-    kernel = dict(kernels=("mosaic_gpu",), lowered=True)
-    yield prefill("K=V=64", [False, False, False, True], sizes=dict(K=64, V=64, gate_rank=64), **kernel)
+    kernel = dict(kernels=("mosaic_gpu",), lowered=True, xla=False)
+    yield prefill(
+        "K=V=64", [False, False, False, True], sizes=dict(K=64, V=64, gate_rank=64), **kernel
+    )

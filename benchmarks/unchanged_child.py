@@ -7,11 +7,13 @@ must be equal in both checkouts (`exact`) and those that may differ (`loose`), o
 import contextlib
 import functools
 import importlib.machinery
+import pickle
 import platform
 import re
 import sys
 import traceback
 import types
+from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mosaic
@@ -20,6 +22,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import unchanged_calls
+import unchanged_names
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
@@ -36,7 +39,7 @@ TRITON_CASES = (
 
 def about():
     """Versions and the device, the head of the results."""
-    triton = unchanged_calls.module_or_none("triton")
+    triton = unchanged_names.module_or_none("triton")
     return {
         "device": jax.devices()[0].device_kind,
         "backend": jax.default_backend(),
@@ -45,14 +48,15 @@ def about():
         "numpy": np.__version__,
         "python": platform.python_version(),
         "triton": triton and triton.__version__,
-        "jax_triton": unchanged_calls.module_or_none("jax_triton") is not None,
+        "jax_triton": unchanged_names.module_or_none("jax_triton") is not None,
     }
 
 
 def xla(calls):
     """The compiled program's text, and all results."""
     for call in calls:
-        yield call.name, functools.partial(_values, call, "xla")
+        if call.xla:
+            yield call.name, functools.partial(_values, call, "xla")
 
 
 def interpret(calls):
@@ -71,7 +75,7 @@ def lowered(calls):
 
 def triton(calls):
     """The Triton kernel's machine code, and what it is launched with."""
-    if unchanged_calls.module_or_none("triton") is None:
+    if unchanged_names.module_or_none("triton") is None:
         print("triton is not installed: its kernel is not compared", flush=True)
         return
     for case in TRITON_CASES:
@@ -93,9 +97,9 @@ def triton(calls):
 
 def gpu(calls):
     """The results of every implementation on this GPU."""
-    with_triton = unchanged_calls.module_or_none("jax_triton") is not None
+    with_triton = unchanged_names.module_or_none("jax_triton") is not None
     for call in calls:
-        for name in ("xla", *call.kernels):
+        for name in (*(("xla",) if call.xla else ()), *call.kernels):
             if name != "triton" or with_triton:
                 yield f"{call.name} ({name})", functools.partial(_values, call, name, text=False)
 
@@ -154,7 +158,7 @@ def _operations(operation):
 
 def _lowered(call):
     run = jax.jit(functools.partial(call.run, "mosaic_gpu"), donate_argnums=call.donate)
-    program = run.trace(*_arrays(call)).lower(lowering_platforms=("cuda",)).compiler_ir()
+    program: Any = run.trace(*_arrays(call)).lower(lowering_platforms=("cuda",)).compiler_ir()
     exact = {}
     for operation in _operations(program.operation):
         if operation.name != "stablehlo.custom_call":
@@ -191,7 +195,7 @@ def _compiled_triton(which, capability, K, V, T, pool, lower_bound):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(unchanged_calls.module(*TRITON_KERNELS), which)
+    kernel = getattr(unchanged_names.module(*TRITON_KERNELS), which)
     arguments = kernel.arg_names
     constants = dict(
         S=9, N=5, T=T, H=1, HV=3, K=K, V=V, BK=triton.next_power_of_2(K), BV=4, q_stride=K,
@@ -237,7 +241,7 @@ def _recording(launches, refs):
     def without_refs(*operands, kernel, out_shape, **options):
         return record(operands, options | dict(out_shape=out_shape))
 
-    stub = types.ModuleType("jax_triton")
+    stub: Any = types.ModuleType("jax_triton")
     stub.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
     stub.triton_call = with_refs if refs else without_refs
     return stub
@@ -265,7 +269,7 @@ def main():
 
         results = unchanged_times.measure(*wanted)
     else:
-        calls = unchanged_calls.make_calls(unchanged_calls.names())
+        calls = unchanged_calls.make_calls(unchanged_names.names())
         for name, evaluate in globals()[part](calls):
             if wanted and wanted[0] not in name:
                 continue
@@ -273,7 +277,8 @@ def main():
                 results[name] = evaluate()
             except Exception:
                 results[name] = {"error": traceback.format_exc()}
-    unchanged_calls.save(file, results)
+    with open(file, "wb") as opened:
+        pickle.dump(results, opened)
 
 
 if __name__ == "__main__":
