@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from kda_jax import gates, pools
 from kda_jax.call import Operands, Static, implementation
 from kda_jax.sequences import owners
+from kda_jax.transforms import varying_as
 
 
 def recurrence(state, q, k, v, log_decay, beta):
@@ -59,6 +60,7 @@ def _update(operands: Operands, *, static: Static):
     )
 
     before = pools.read(state, slots, sources).astype(f32)
+    before = varying_as(before, q, k, v, log_decay, beta, owner)
 
     def step(states, token):
         out, after = recurrence(states, *token)

@@ -11,6 +11,7 @@ import numpy as np
 import kda_contracts
 from kda_contracts import AXES, Sizes, check
 from kda_jax import call, weights
+from kda_jax.transforms import varying_axes
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")  # in the order in which "auto" prefers them
 # Which operators have kernels. All others are XLA's alone.
@@ -219,7 +220,7 @@ def _placement_obstacle(arrays):
 
 def _placement(name, x):
     aval = jax.typeof(x) if not isinstance(x, (np.ndarray, jax.ShapeDtypeStruct)) else None
-    if aval is not None and _varies_over_mesh(aval):
+    if aval is not None and varying_axes(x):
         return (
             f"`{name}` varies over a mesh axis under shard_map with check_vma=True, which Refs do "
             "not support; pass check_vma=False to jax.shard_map, or use implementation='xla'"
@@ -237,11 +238,6 @@ def _placement(name, x):
             "implementation='xla'"
         )
     return None
-
-
-def _varies_over_mesh(aval):
-    axes = getattr(getattr(aval, "inner_aval", aval), "manual_axis_type", None)
-    return bool(getattr(axes, "varying", None))
 
 
 def _backend_obstacle():
