@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kda_jax import pools
+from kda_jax import call, pools
 from kda_jax.gates import differentiable_sigmoid
 from kda_jax.sequences import owners
 
@@ -29,6 +29,10 @@ def conv_decode(x, weight, pool, slots):
     >>> float(y[0, 0]), pool.tolist()
     (42.0, [[[4.0]]])
     """
+    arrays = dict(x=x, weight=weight, pool=pool, slots=slots)
+    if call.is_cut(arrays):
+        specs = (call.explicit_cut(x), call.explicit_cut(pool))
+        return call.in_auto_axes(conv_decode, "kda_jax.conv_decode", arrays, specs)
     return _decode(x, weight, pool, pools.as_int32(slots))
 
 
@@ -78,6 +82,11 @@ def conv_prefill(x, weight, pool, slots, cu_seqlens, sources=None):
     >>> y.ravel().tolist(), pool.tolist()
     ([42.0, 54.0], [[[5.0]]])
     """
+    arrays = dict(x=x, weight=weight, pool=pool, slots=slots, cu_seqlens=cu_seqlens)
+    arrays |= dict(sources=sources)
+    if call.is_cut(arrays):
+        specs = (call.explicit_cut(x), call.explicit_cut(pool))
+        return call.in_auto_axes(conv_prefill, "kda_jax.conv_prefill", arrays, specs)
     indices = (pools.as_int32(x) for x in (slots, cu_seqlens, sources))
     return _prefill(x, weight, pool, *indices)
 

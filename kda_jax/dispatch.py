@@ -225,13 +225,13 @@ def _placement(name, x):
             f"`{name}` varies over a mesh axis under shard_map with check_vma=True, which Refs do "
             "not support; pass check_vma=False to jax.shard_map, or use implementation='xla'"
         )
+    if call.explicit_cut(x) is not None:
+        return call.explicit_obstacle(name)
     sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
     on_devices = (
         sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated
     )
-    # Explicit axes stand in the type.
-    in_type = any(getattr(getattr(aval, "sharding", None), "spec", ()))
-    if on_devices or in_type:
+    if on_devices:
         return (
             f"`{name}` is sharded over several devices outside shard_map, so every device would "
             "gather all of it; wrap the call in jax.shard_map(..., check_vma=False), or use "

@@ -1,9 +1,11 @@
 """The norm in front of a KDA layer's output projection."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from kda_jax import gates
+from kda_jax import call, gates
 
 
 def gated_rms_norm(x, gate, weight, eps=1e-5):
@@ -24,6 +26,11 @@ def gated_rms_norm(x, gate, weight, eps=1e-5):
     >>> [round(float(y), 4) for y in gated_rms_norm(x, jnp.zeros(2), jnp.ones(2), eps=0.0)]
     [0.4243, 0.5657]
     """
+    arrays = dict(x=x, gate=gate, weight=weight)
+    if call.is_cut(arrays):
+        again = functools.partial(gated_rms_norm, eps=eps)
+        specs = (call.explicit_cut(x),)
+        return call.in_auto_axes(again, "kda_jax.gated_rms_norm", arrays, specs)
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + jnp.float32(eps))
     shape = (1,) * (x.ndim - 1) + weight.shape

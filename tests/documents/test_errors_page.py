@@ -31,6 +31,7 @@ SOURCES = {
         "safetensors_header",
     ),
     "kda_jax": (
+        "call",
         "checkpoint",
         "dispatch",
         "layer",
