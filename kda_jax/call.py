@@ -8,6 +8,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from kda_contracts import ContractError, Operand, check
 from kda_jax import pools
@@ -190,3 +192,90 @@ def _require_arrays(contract, arrays):
         raise ContractError(
             f"{contract.name}: `{name}` must be an array (got {type(x).__name__}): {hint}"
         )
+
+
+def explicit_cut(x):
+    """The PartitionSpec of an operand whose type shows a cut, by mesh axes of the type Explicit.
+
+    None for one that is whole, or where the type shows nothing: an axis of the type Auto.
+    """
+    if not isinstance(x, (jax.Array, jax.Ref)):
+        return None
+    aval = jax.typeof(x)
+    sharding = getattr(getattr(aval, "inner_aval", aval), "sharding", None)
+    spec = getattr(sharding, "spec", ())
+    return spec if any(spec) else None
+
+
+def explicit_obstacle(name):
+    """Why an operand cut so is not for a kernel, and not for a call with a Ref."""
+    return (
+        f"`{name}` is cut by Explicit mesh axes, where a kernel and a jax.Ref cannot run: "
+        "wrap the call in jax.shard_map(..., check_vma=False); or let XLA run it "
+        "(implementation='xla'), with an array for the pool or with a mesh of "
+        "axis_types=(jax.sharding.AxisType.Auto,)"
+    )
+
+
+def is_cut(arrays):
+    """Whether one of the operands is cut by Explicit mesh axes."""
+    return any(explicit_cut(x) is not None for x in arrays.values())
+
+
+def in_auto_axes(function, name, arrays, specs) -> Any:
+    """`function(**arrays)` where `is_cut(arrays)`: the compiler cuts what is inside, as it likes.
+
+    Args:
+      function: returns an array, or a tuple of arrays.
+      name: the operator's, for the error.
+      specs: how each result is cut, a PartitionSpec or None for one that is whole.
+
+    Raises:
+      NotImplementedError: an operand is a Ref, which keeps the type that it was made with.
+    """
+    first = next(x for x, array in arrays.items() if explicit_cut(array) is not None)
+    if any(map(pools.is_ref, arrays.values())):
+        raise NotImplementedError(f"{name}: {explicit_obstacle(first)}")
+    mesh = jax.typeof(arrays[first]).sharding.mesh
+    shardings = tuple(NamedSharding(mesh, P() if spec is None else spec) for spec in specs)
+    inside: Any = jax.sharding.auto_axes(
+        lambda arrays: function(**arrays),
+        axes=mesh.explicit_axes,
+        out_sharding=shardings if len(shardings) > 1 else shardings[0],
+    )
+    return inside(arrays)
+
+
+def result_cuts(contract, arrays, *further):
+    """How each result of a contract is cut, and `further` ones, whose axes are text, behind them.
+
+    As the operand of the same axes: the pool as the pool. Where there is none, each axis as the
+    first operand that is cut in an axis of the same text; no mesh axis twice.
+    """
+    specs = []
+    for axes in (*(result.axes for result in contract.results), *further):
+        like = [operand.name for operand in contract.operands if operand.axes == axes]
+        like = [name for name in like if arrays.get(name) is not None]
+        specs.append(
+            explicit_cut(arrays[like[0]]) if like else _cut_by_axis(axes, contract, arrays)
+        )
+    return tuple(specs)
+
+
+def _cut_by_axis(axes, contract, arrays):
+    cuts: dict[str, Any] = {}
+    for operand in contract.operands:
+        spec, named = explicit_cut(arrays.get(operand.name)), operand.axes.split()
+        # An operand that may come in other shapes says nothing of its axes.
+        if spec is None or operand.also or arrays[operand.name].ndim != len(named):
+            continue
+        for axis, cut in zip(named, spec, strict=False):
+            if axis in axes.split() and axis not in cuts and cut and not _shared(cut, cuts):
+                cuts[axis] = cut
+    return P(*(cuts.get(axis) for axis in axes.split()))
+
+
+def _shared(cut, cuts):
+    """Whether one of the mesh axes of a cut is in another one already."""
+    used = jax.tree.leaves(list(cuts.values()))
+    return any(axis in used for axis in jax.tree.leaves(cut))

@@ -45,6 +45,9 @@ def conv_decode(x: Array, weight: Array, pool: Pool, slots: Array) -> tuple[jax.
     """
     arrays = dict(x=x, weight=weight, pool=pool, slots=slots)
     arrays, _ = call.taken(CONV_DECODE, arrays)
+    if call.is_cut(arrays):
+        specs = call.result_cuts(CONV_DECODE, arrays)
+        return call.in_auto_axes(conv_decode, CONV_DECODE.name, arrays, specs)
     return one_token(*map(arrays.get, ("x", "weight", "pool")), pools.as_int32(arrays["slots"]))
 
 
@@ -119,6 +122,9 @@ def conv_prefill(
         x=x, weight=weight, pool=pool, slots=slots, cu_seqlens=cu_seqlens, sources=sources
     )
     arrays, _ = call.taken(CONV_PREFILL, arrays)
+    if call.is_cut(arrays):
+        specs = call.result_cuts(CONV_PREFILL, arrays)
+        return call.in_auto_axes(conv_prefill, CONV_PREFILL.name, arrays, specs)
     indices = (pools.as_int32(arrays[name]) for name in ("slots", "cu_seqlens", "sources"))
     return all_tokens(*map(arrays.get, ("x", "weight", "pool")), *indices)
 

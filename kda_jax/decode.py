@@ -1,6 +1,7 @@
 """packed_decode, the public op: its contract, the choice of an implementation, the call."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,12 @@ def packed_decode(
     )
     arrays, sizes = call.taken(PACKED_DECODE, arrays, **gate, out_dtype=out_dtype)
     choice = dispatch.choose(PACKED_DECODE, implementation, sizes, arrays)
+    if call.is_cut(arrays):
+        again = functools.partial(
+            packed_decode, **gate, out_dtype=out_dtype, implementation=choice.name
+        )
+        specs = call.result_cuts(PACKED_DECODE, arrays)
+        return call.in_auto_axes(again, PACKED_DECODE.name, arrays, specs)
     row, pool = arrays["mixed_qkv"], arrays["initial_state"]
     static = call.Static(
         op="kda_packed_decode",

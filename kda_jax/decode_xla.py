@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from kda_jax import gates, pools
 from kda_jax.call import Operands, Static, implementation
 from kda_jax.sequences import owners
+from kda_jax.transforms import varying_as
 
 
 def recurrence(state, q, k, v, log_decay, beta):
@@ -51,6 +52,7 @@ def _update(operands: Operands, *, static: Static):
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
     tokens = _gated(tokens, A_log, dt_bias, static)
     before = pools.read(state, slots, sources).astype(f32)
+    before = varying_as(before, *tokens, owner)
 
     def step(states, token):
         out, after = recurrence(states, *token)

@@ -12,6 +12,7 @@ import numpy as np
 import kda_contracts
 from kda_contracts import AXES, Sizes, check
 from kda_jax import call, weights
+from kda_jax.transforms import varying_axes
 
 # In the order in which "auto" prefers them.
 IMPLEMENTATIONS: tuple[call.Implementation, ...] = ("mosaic_gpu", "triton", "xla")
@@ -226,29 +227,24 @@ def _placement_obstacle(arrays):
 
 def _placement(name, x):
     aval = jax.typeof(x) if not isinstance(x, (np.ndarray, jax.ShapeDtypeStruct)) else None
-    if aval is not None and _varies_over_mesh(aval):
+    if aval is not None and varying_axes(x):
         return (
             f"`{name}` varies over a mesh axis under shard_map with check_vma=True, which Refs do "
             "not support; pass check_vma=False to jax.shard_map, or use implementation='xla'"
         )
+    if call.explicit_cut(x) is not None:
+        return call.explicit_obstacle(name)
     sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
     on_devices = (
         sharding is not None and len(sharding.device_set) > 1 and not sharding.is_fully_replicated
     )
-    # Explicit axes stand in the type.
-    in_type = any(getattr(getattr(aval, "sharding", None), "spec", ()))
-    if on_devices or in_type:
+    if on_devices:
         return (
             f"`{name}` is sharded over several devices outside shard_map, so every device would "
             "gather all of it; wrap the call in jax.shard_map(..., check_vma=False), or use "
             "implementation='xla'"
         )
     return None
-
-
-def _varies_over_mesh(aval):
-    axes = getattr(getattr(aval, "inner_aval", aval), "manual_axis_type", None)
-    return bool(getattr(axes, "varying", None))
 
 
 def _backend_obstacle():

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
-from kda_jax import conv, dispatch, gates, norm, pools
+from kda_jax import call, conv, dispatch, gates, norm, pools
 from kda_jax.call import Array, Implementation, Maths
 from kda_jax.decode import packed_decode
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import owners
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters, require_containers
+
+WEIGHTS = tuple(field.name for field in dataclasses.fields(KDAParams))
 
 
 def kda_decode(
@@ -62,6 +64,9 @@ def kda_decode(
     operands = dict(x=x, slots=slots) | _arrays(params, cache)
     sizes = _judge(LAYER_DECODE, params, config, operands)
     choice = dispatch.choose(LAYER_DECODE, implementation, sizes, operands)
+    if call.is_cut(operands):
+        options = dict(config=config, implementation=choice.name)
+        return _in_auto_axes(kda_decode, LAYER_DECODE, operands, **options)
     B, slots = x.shape[0], pools.as_int32(slots)
     if isinstance(B, int) and choice.rows > B:
         x = jnp.pad(x, ((0, choice.rows - B), (0, 0)))
@@ -137,6 +142,9 @@ def kda_prefill(
     operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh) | _arrays(params, cache)
     sizes = _judge(LAYER_PREFILL, params, config, operands)
     choice = dispatch.choose(LAYER_PREFILL, implementation, sizes, operands)
+    if call.is_cut(operands):
+        options = dict(config=config, implementation=choice.name)
+        return _in_auto_axes(kda_prefill, LAYER_PREFILL, operands, **options)
     tokens, slots, cu_seqlens = x.shape[0], pools.as_int32(slots), pools.as_int32(cu_seqlens)
     sources = None if fresh is None else jnp.where(fresh, -1, slots)
     if choice.tokens > 1:
@@ -193,10 +201,23 @@ def _judge(contract, params, config, operands):
 
 def _arrays(params, cache):
     """The weights and pools by name, without those that are None."""
-    arrays = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    arrays = {name: getattr(params, name) for name in WEIGHTS}
     return {name: x for name, x in arrays.items() if x is not None} | dict(
         conv=cache.conv, state=cache.state
     )
+
+
+def _in_auto_axes(step, contract, operands, **options):
+    """A step whose operands are cut by Explicit mesh axes."""
+
+    def again(conv, state, **arrays):
+        weights = {name: arrays.pop(name) for name in WEIGHTS if name in arrays}
+        y, cache = step(KDAParams(**weights), cache=KDACache(conv, state), **arrays, **options)
+        return y, cache.conv, cache.state
+
+    specs = call.result_cuts(contract, operands)
+    y, *cache = call.in_auto_axes(again, contract.name, operands, specs)
+    return y, KDACache(*cache)
 
 
 def _masked(x, live):

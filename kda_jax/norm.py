@@ -1,5 +1,7 @@
 """The norm in front of a KDA layer's output projection."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -32,6 +34,10 @@ def gated_rms_norm(x: Array, gate: Array, weight: Array, *, eps: float = 1e-5) -
     [0.4243, 0.5657]
     """
     arrays, _ = call.taken(GATED_RMS_NORM, dict(x=x, gate=gate, weight=weight), eps=eps)
+    if call.is_cut(arrays):
+        again = functools.partial(gated_rms_norm, eps=eps)
+        specs = (call.explicit_cut(arrays["x"]),)
+        return call.in_auto_axes(again, GATED_RMS_NORM.name, arrays, specs)
     x, gate, weight = (jnp.asarray(arrays[name]) for name in ("x", "gate", "weight"))
     return gated(x, gate, weight, float(eps))
 

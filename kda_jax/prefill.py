@@ -98,6 +98,12 @@ def chunk_kda(
     options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     arrays, sizes = call.taken(CHUNK_KDA, arrays, **options, out_dtype=out_dtype)
     choice = dispatch.choose(CHUNK_KDA, implementation, sizes, arrays)
+    if call.is_cut(arrays):
+        again = functools.partial(
+            chunk_kda, **options, out_dtype=out_dtype, implementation=choice.name
+        )
+        specs = call.result_cuts(CHUNK_KDA, arrays)
+        return call.in_auto_axes(again, CHUNK_KDA.name, arrays, specs)
     pool = arrays["initial_state"]
     static = call.Static(
         op="kda_chunk",

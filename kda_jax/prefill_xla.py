@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from kda_jax import gates
 from kda_jax.sequences import owners
+from kda_jax.transforms import varying_as
 
 CHUNK = 64
 BLOCK = 16
@@ -126,6 +127,7 @@ def _chunks(q, k, v, log_decay, beta, start, resets, precision):
     product = functools.partial(jnp.einsum, precision=precision)
     w, u, scores, q, k, last = _within(q, k, v, log_decay, beta, precision)
     changes = last, product("nlhik,nlhij->nlhkj", w, k), product("nlhiv,nlhik->nlhvk", u, k)
+    start = varying_as(start, *changes, *(resets or ()))
 
     def advance(state, change):
         last, erased, added = change
@@ -147,7 +149,7 @@ def _chunks(q, k, v, log_decay, beta, start, resets, precision):
             state = jnp.where(first, start.at[owner].get(mode="fill", fill_value=0)[None], state)
             return advance(state, change), state
 
-        empty = jnp.zeros((1, *start.shape[1:]), start.dtype)
+        empty = varying_as(jnp.zeros((1, *start.shape[1:]), start.dtype), start)
         _, states = jax.lax.scan(step, empty, (first, owner, *changes), unroll=unroll)
         ends = jnp.maximum(chunks[1:] - 1, 0)
         after = advance(states[ends, 0], [change[ends, 0] for change in changes])

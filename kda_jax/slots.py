@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_contracts import ContractError
-from kda_jax import pools
+from kda_jax import call, pools
 from kda_jax.call import Array, Pool
 
 
@@ -138,7 +138,12 @@ def clear_slots(
             f"kda_jax.clear_slots: the pool must be one array led by S (got {type(pool).__name__}); "
             "layers' pools in a list are cleared one by one"
         )
-    return _clear(pool, pools.as_int32(_signed("clear_slots", indices)))
+    indices = _signed("clear_slots", indices)
+    arrays = dict(pool=pool, indices=indices)
+    if call.is_cut(arrays):
+        specs = (call.explicit_cut(pool),)
+        return call.in_auto_axes(clear_slots, "kda_jax.clear_slots", arrays, specs)
+    return _clear(pool, pools.as_int32(indices))
 
 
 @jax.jit

@@ -15,6 +15,25 @@ def unfused(arrays):
     return jax.lax.optimization_barrier(arrays)
 
 
+def varying_axes(x):
+    """The mesh axes over which an operand varies: under `shard_map` with `check_vma=True` alone."""
+    aval = jax.typeof(x)
+    axes = getattr(getattr(aval, "inner_aval", aval), "manual_axis_type", None)
+    return frozenset(getattr(axes, "varying", None) or ())
+
+
+def varying_as(x, *operands):
+    """x unchanged, as it must be typed to meet the operands under `shard_map` with `check_vma=True`.
+
+    It varies over every mesh axis over which one of them varies. The first carry of a loop needs
+    it: a state that was made inside, such as `jnp.zeros`, varies over none. None among the operands
+    is passed over.
+    """
+    axes = frozenset().union(*(varying_axes(y) for y in operands if y is not None))
+    axes = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
 @jax.custom_jvp
 def inference_only(operands):
     """The operands unchanged; differentiating through them raises."""

@@ -1,5 +1,7 @@
 """Several tokens a sequence: the operator with its gates, and the recurrence without them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -244,6 +246,9 @@ def commit(
         cu_seqlens=cu_seqlens,
     )
     arrays, _ = call.taken(COMMIT, arrays)
+    if call.is_cut(arrays):
+        specs = call.result_cuts(COMMIT, arrays)
+        return call.in_auto_axes(commit, COMMIT.name, arrays, specs)
     indices = (pools.as_int32(arrays[x]) for x in ("slots", "num_accepted", "cu_seqlens"))
     return _commit(pool, arrays["intermediate"], *indices)
 
@@ -280,6 +285,20 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
     pool = arrays[contract.pool]
     choice = dispatch.choose(contract, implementation, sizes, arrays)
     activated = contract is RECURRENT_KDA
+    if call.is_cut(arrays):
+        again = functools.partial(
+            recurrent_kda if activated else fused_sigmoid_gating_kda_update,
+            **options,
+            **gate,
+            out_dtype=out_dtype,
+            implementation=choice.name,
+        )
+        specs = call.result_cuts(contract, arrays)
+        if returned:
+            del arrays["intermediate_states"]
+            again = functools.partial(again, intermediate_states=True)
+            specs = call.result_cuts(contract, arrays, "B T HV V K")
+        return call.in_auto_axes(again, contract.name, arrays, specs)
     a, b = ("log_decay", "beta") if activated else ("a", "b")
     v, shape = arrays["v"], pool.shape
     static = call.Static(

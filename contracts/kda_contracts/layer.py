@@ -62,7 +62,7 @@ def _layer(name, x, *indices):
     return Contract(
         name=name,
         operands=(x, *weights, *pools, *indices),
-        results=(Operand("y", x.axes, FLOATS, "the layer's output"),),
+        results=(Operand("y", x.axes, FLOATS, "the layer's output"), *pools),
         options=(LOWER_BOUND, NORM_EPS),
         rules=(
             Rule("rank", "x state", "`{argument}` must be {expected} (got ndim={array.ndim})."),

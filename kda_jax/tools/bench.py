@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import re
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,7 @@ def _entry(times, live_bytes):
     return dataclasses.asdict(times) | {"bytes_per_second": live_bytes / times.kernel_us * 1e6}
 
 
-def compile_seconds(implementation="auto"):
+def compile_seconds(implementation: Any = "auto"):
     """{layers: seconds to lower and compile a step over a list of that many pools}; K3 has 69."""
     seconds = {}
     for layers in (1, 69):

@@ -249,9 +249,9 @@ def test_reasons_come_in_the_order_in_which_they_matter(monkeypatch):
     assert explained.reasons["mosaic_gpu"] == f"{host}; {reason}"
 
 
-def cut(x, axis=0):
+def cut(x, axis=0, kind=jax.sharding.AxisType.Auto):
     """Zeros as x, cut over two devices along an axis."""
-    mesh = jax.make_mesh((2,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("s",), devices=jax.devices()[:2], axis_types=(kind,))
     spec = jax.sharding.PartitionSpec(*[None] * axis, "s")
     return jax.device_put(jnp.zeros(x.shape, x.dtype), jax.sharding.NamedSharding(mesh, spec))
 
@@ -283,6 +283,22 @@ def test_auto_never_turns_slow_in_silence(monkeypatch, name, operand, axis):
         with pytest.raises(NotImplementedError, match=re.escape(message)):
             call(**arguments)
     assert kda_jax.explain(op, **arguments, implementation="xla").implementation == "xla"
+    on_a_gpu(monkeypatch, "7.5")  # no kernel could run anyway
+    assert kda_jax.explain(op, **arguments).implementation == "xla"
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs two host devices")
+@pytest.mark.parametrize(("name", "operand"), [("packed_decode", "a"), ("chunk_kda", "v")])
+def test_auto_never_turns_slow_with_explicit_axes(monkeypatch, name, operand):
+    arguments = {x: jnp.zeros(y.shape, y.dtype) for x, y in CALLS[name]().items()}
+    kind = jax.sharding.AxisType.Explicit
+    arguments[operand] = cut(arguments[operand], arguments[operand].ndim - 1, kind)
+    on_a_gpu(monkeypatch, "9.0")
+    message = f"kda_jax.{name}: no kernel can run this call: `{operand}` is cut by Explicit mesh"
+    op = getattr(kda_jax, name)
+    for call in (op, functools.partial(kda_jax.explain, op)):
+        with pytest.raises(NotImplementedError, match=message):
+            call(**arguments)
     on_a_gpu(monkeypatch, "7.5")  # no kernel could run anyway
     assert kda_jax.explain(op, **arguments).implementation == "xla"
 

@@ -367,9 +367,7 @@ def test_a_sharded_pool_without_shard_map_inside_jit_is_refused():
                 **x, initial_state=pool, implementation=name
             )
         )
-        with pytest.raises(
-            NotImplementedError, match="sharded over several devices outside shard_map"
-        ):
+        with pytest.raises(NotImplementedError, match="`initial_state` is cut by Explicit mesh"):
             step(pool)
 
 

@@ -34,6 +34,7 @@ SOURCES = {
         "safetensors_header",
     ),
     "kda_jax": (
+        "call",
         "checkpoint",
         "dispatch",
         "layer",
