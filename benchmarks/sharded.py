@@ -162,7 +162,7 @@ def layer_step(cut, config, params, *, prefill=False):
         return functools.partial(
             kda_jax.kda_prefill if prefill else kda_jax.kda_decode, config=config
         )
-    over_mesh = sharding.sharded_prefill if prefill else sharding.sharded_decode
+    over_mesh = sharding.make_prefill if prefill else sharding.make_decode
     return over_mesh(cut.mesh, config, params, heads=cut.heads, rows=cut.rows)
 
 
@@ -267,7 +267,7 @@ def compare_layer(record, one, cuts, n, *, prefill):
     params, cache, x = random((*layer_shapes(config, 4 * n), x), 1, jnp.float32)
 
     def run(cut):
-        own, pools = sharding.place(params, cache, cut.mesh, config, heads=cut.heads, rows=cut.rows)
+        own, pools = sharding.place(cut.mesh, config, params, cache, heads=cut.heads, rows=cut.rows)
         operands = own, put(cut, x, P(cut.rows, None)), pools, put(cut, slots, P(cut.rows))
         operands += (boundaries(cut, lengths),) if prefill else ()
         step, sums = (

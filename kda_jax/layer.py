@@ -176,7 +176,7 @@ def kda_prefill(
         beta,
         cache.state,
         slots,
-        source_indices=sources,
+        sources=sources,
         cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=True,
         implementation=choice.name,

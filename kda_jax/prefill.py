@@ -18,10 +18,10 @@ def chunk_kda(
     v: Array,
     log_decay: Array,
     beta: Array,
-    initial_state: Pool,
+    pool: Pool,
     slots: Array,
     *,
-    source_indices: Array | None = None,
+    sources: Array | None = None,
     cu_seqlens: Array | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -41,10 +41,10 @@ def chunk_kda(
       log_decay: `[B, T, HV, K]` float; natural log of the decay per key channel, <= 0, -inf
         included.
       beta: `[B, T, HV]` float; update strength, after the sigmoid.
-      initial_state: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
+      pool: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
       slots: `[N]` integer; the slot of each sequence, which takes its last state. Outside `[0, S)`:
         a padded one, whose `out` is zero.
-      source_indices: `[N]` integer; None starts each sequence from its own slot. Otherwise from
+      sources: `[N]` integer; None starts each sequence from its own slot. Otherwise from
         this one, and from a zero state where it lies outside `[0, S)`.
       cu_seqlens: None, or `[N+1]` int32 or int64 (`validate_cu_seqlens` checks the values on the
         host).
@@ -90,9 +90,9 @@ def chunk_kda(
         v=v,
         log_decay=log_decay,
         beta=beta,
-        initial_state=initial_state,
+        pool=pool,
         slots=slots,
-        source_indices=source_indices,
+        sources=sources,
         cu_seqlens=cu_seqlens,
     )
     options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
@@ -104,7 +104,7 @@ def chunk_kda(
         )
         specs = call.result_cuts(CHUNK_KDA, arrays)
         return call.in_auto_axes(again, CHUNK_KDA.name, arrays, specs)
-    pool = arrays["initial_state"]
+    pool = arrays["pool"]
     static = call.Static(
         op="kda_chunk",
         sizes=sizes,
@@ -122,7 +122,7 @@ def chunk_kda(
         b=arrays["beta"],
         pool=pool,
         slots=pools.as_int32(arrays["slots"]),
-        sources=pools.as_int32(arrays["source_indices"]),
+        sources=pools.as_int32(arrays["sources"]),
         cu_seqlens=pools.as_int32(arrays["cu_seqlens"]),
     )
     run = kda_chunk_mosaic_gpu if choice.name == "mosaic_gpu" else kda_chunk_xla

@@ -38,7 +38,7 @@ def validate_cu_seqlens(
     """
     if isinstance(cu_seqlens, jax.core.Tracer):
         raise TypeError(
-            "kda_jax.validate_cu_seqlens reads values, which a traced array has not: call it outside jit"
+            "kda_jax.validate_cu_seqlens reads values, and a traced array has none: call it outside jit"
         )
     bounds = np.asarray(cu_seqlens)
     if bounds.ndim != 1 or bounds.size < 1 or bounds.dtype.kind not in "iu":

@@ -158,11 +158,11 @@ def _reorder(name, x, ranks, config, axis, *, ranks_first):
     return jnp.moveaxis(x, -1, axis)
 
 
-def local_slots(indices: Array, shard: int | jax.Array, slots_per_shard: int) -> jax.Array:
+def local_slots(slots: Array, shard: int | jax.Array, slots_per_shard: int) -> jax.Array:
     """A shard's own slot numbers from global ones; a row of another shard becomes a padded row.
 
     Args:
-      indices: `[B]` signed integers, a NumPy or JAX array; the slots of the whole pool.
+      slots: `[B]` signed integers, a NumPy or JAX array; the slots of the whole pool.
       shard: this shard's number (`jax.lax.axis_index` under `shard_map`).
       slots_per_shard: S of one shard's pool.
 
@@ -175,24 +175,25 @@ def local_slots(indices: Array, shard: int | jax.Array, slots_per_shard: int) ->
     >>> local_slots(jnp.array([4, 1, -1, 7]), 1, 4).tolist()
     [0, -1, -1, 3]
     """
-    own = as_int32(indices) - shard * slots_per_shard
+    own = as_int32(slots) - shard * slots_per_shard
     return jnp.where(inside(own, slots_per_shard), own, -1)
 
 
 def place(
-    params: KDAParams,
-    cache: KDACache,
     mesh: Mesh,
     config: KDAConfig,
+    params: KDAParams,
+    cache: KDACache,
     *,
     heads: str | None,
     rows: str | None = None,
 ) -> tuple[KDAParams, KDACache]:
-    """A whole layer's weights and cache on a mesh, as `sharded_decode` and `sharded_prefill` want.
+    """A whole layer's weights and cache on a mesh, as `make_decode` and `make_prefill` want.
 
     Args:
+      mesh: a `jax.sharding.Mesh`. config: the layer's.
       params: `KDAParams`, whole. cache: `KDACache`, whole, its `conv` in the order q | k | v.
-      mesh: a `jax.sharding.Mesh`. config: the layer's. heads, rows: its axes, or None.
+      heads, rows: axes of the mesh, or None.
 
     Returns:
       `(params, cache)`, sharded.
@@ -203,7 +204,7 @@ def place(
     >>> from kda_jax.weights import init_cache, init_params
     >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
-    >>> tuple(place(params, cache, mesh, config, heads="tp")[1].state.sharding.spec)
+    >>> tuple(place(mesh, config, params, cache, heads="tp")[1].state.sharding.spec)
     (None, 'tp', None, None)
     """
     ranks = 1 if heads is None else mesh.shape[heads]
@@ -217,7 +218,7 @@ def place(
     )
 
 
-def sharded_decode(
+def make_decode(
     mesh: Mesh,
     config: KDAConfig,
     params: KDAParams,
@@ -245,8 +246,8 @@ def sharded_decode(
     >>> from kda_jax.weights import init_cache, init_params
     >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
-    >>> params, cache = place(params, cache, mesh, config, heads="tp")
-    >>> step = jax.jit(sharded_decode(mesh, config, params, heads="tp"), donate_argnums=2)
+    >>> params, cache = place(mesh, config, params, cache, heads="tp")
+    >>> step = jax.jit(make_decode(mesh, config, params, heads="tp"), donate_argnums=2)
     >>> step(params, jnp.ones((2, 16), jnp.bfloat16), cache, jnp.array([3, 0]))[0].shape
     (2, 16)
     """
@@ -263,7 +264,7 @@ def sharded_decode(
     return jax.shard_map(step, mesh=mesh, in_specs=cuts, out_specs=(y, cache), check_vma=False)
 
 
-def sharded_prefill(
+def make_prefill(
     mesh: Mesh,
     config: KDAConfig,
     params: KDAParams,
@@ -275,7 +276,7 @@ def sharded_prefill(
     """`kda_prefill` over a mesh.
 
     Args:
-      mesh, config, params, heads, rows, implementation: as `sharded_decode`.
+      mesh, config, params, heads, rows, implementation: as `make_decode`.
 
     Returns:
       A function `(params, x, cache, slots, cu_seqlens, fresh=None) -> (y, cache)` for `jit`.
@@ -289,8 +290,8 @@ def sharded_prefill(
     >>> from kda_jax.weights import init_cache, init_params
     >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
     >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
-    >>> params, cache = place(params, cache, mesh, config, heads="tp")
-    >>> step = jax.jit(sharded_prefill(mesh, config, params, heads="tp"), donate_argnums=2)
+    >>> params, cache = place(mesh, config, params, cache, heads="tp")
+    >>> step = jax.jit(make_prefill(mesh, config, params, heads="tp"), donate_argnums=2)
     >>> x, slots, bounds = jnp.ones((5, 16)), jnp.array([3, 0]), jnp.array([0, 3, 5])
     >>> step(params, x, cache, slots, bounds)[0].shape
     (5, 16)

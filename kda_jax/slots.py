@@ -13,27 +13,26 @@ from kda_jax.call import Array, Pool
 
 
 def validate_slots(
-    indices: Array | Sequence[int],
+    slots: Array | Sequence[int],
     num_slots: int,
-    source_indices: Array | Sequence[int] | None = None,
+    sources: Array | Sequence[int] | None = None,
 ) -> None:
     """Checks a batch's slots on the host, before a step.
 
     The op itself checks no value, so that nothing synchronizes.
 
     Args:
-      indices: `[B]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its
-        device). -1 is a padded row; every other value must be in `[0, num_slots)` and stand there
-        once.
+      slots: `[B]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its
+        device). -1 is a padded row; every other value must be in `[0, num_slots)` and occur once.
       num_slots: S, the slots of the pool.
-      source_indices: None, or `[B]` integers: the slots that the live rows read. -1 starts a row
-        from a zero state; every other value must be in `[0, num_slots)`, and no row may read a slot
+      sources: None, or `[B]` integers: the slots that the live rows read. -1 starts a row from a
+        zero state; every other value must be in `[0, num_slots)`, and no row may read a slot
         that another row writes.
 
     Raises:
       ContractError: names the first rows and values that are out of range, repeated, or read while
         written.
-      TypeError: the indices are traced, or not integers.
+      TypeError: the slots are traced, or not integers.
 
     >>> validate_slots([4, -1, 0, -1], 6)
     >>> validate_slots([4, 6, 4], 6)
@@ -43,7 +42,7 @@ def validate_slots(
       row 1 has slot 6: it must be -1 (a padded row) or in [0, 6)
       row 2 has slot 4, as row 0 has: two rows of one step may not share a slot
     """
-    slots = _integers(indices)
+    slots = _integers(slots)
     faults, first_row = [], {}
     for row, slot in enumerate(slots):
         if slot == -1:
@@ -54,13 +53,12 @@ def validate_slots(
             )
         elif first_row.setdefault(slot, row) != row:
             faults.append(
-                f"row {row} has slot {slot}, as row {first_row[slot]} has: two rows of one step may not share a slot"
+                f"row {row} has slot {slot}, as row {first_row[slot]} has: "
+                "two rows of one step may not share a slot"
             )
-    sources = [] if source_indices is None else _integers(source_indices)
-    if source_indices is not None and len(sources) != len(slots):
-        raise ContractError(
-            f"kda_jax.validate_slots: {len(sources)} source indices for {len(slots)} rows"
-        )
+    sources = [-1] * len(slots) if sources is None else _integers(sources)
+    if len(sources) != len(slots):
+        raise ContractError(f"kda_jax.validate_slots: {len(sources)} sources for {len(slots)} rows")
     for row, source in enumerate(sources):
         if slots[row] == -1 or source == -1:
             continue
@@ -78,47 +76,41 @@ def validate_slots(
         raise ContractError("\n  ".join([f"kda_jax.validate_slots: {rows} the contract", *shown]))
 
 
-def pad_slots(
-    indices: Array | Sequence[int],
-    B: int,
-) -> Array:
+def pad_slots(slots: Array | Sequence[int], B: int) -> Array:
     """A batch's slots padded with -1 to B rows, for a step that was compiled for B.
 
     No stale index stays behind.
 
     Args:
-      indices: `[n]` integers with n <= B, a NumPy or JAX array (or a tracer) or a list.
+      slots: `[n]` integers with n <= B, a NumPy or JAX array (or a tracer) or a list.
       B: rows of the step.
 
     Returns:
       `[B]`, of the same library and dtype (int32 for a list).
 
     Raises:
-      ContractError: there are more than B rows, or the indices are not `[n]` signed integers.
+      ContractError: there are more than B rows, or the slots are not `[n]` signed integers.
 
     >>> pad_slots([4, 2, 0], 5)
     array([ 4,  2,  0, -1, -1], dtype=int32)
     """
-    slots = _signed("pad_slots", indices)
+    slots = _signed("pad_slots", slots)
     if slots.shape[0] > B:
         raise ContractError(
-            f"kda_jax.pad_slots: indices must be [n] with n <= B={B} (got {slots.shape})"
+            f"kda_jax.pad_slots: slots must be [n] with n <= B={B} (got {slots.shape})"
         )
     library = jnp if isinstance(slots, jax.Array) else np
     return library.pad(slots, (0, B - slots.shape[0]), constant_values=-1)
 
 
-def clear_slots(
-    pool: Pool,
-    indices: Array | Sequence[int],
-) -> jax.Array:
+def clear_slots(pool: Pool, slots: Array | Sequence[int]) -> jax.Array:
     """Zeroes the state of some slots, as a new request wants it.
 
     A freed slot keeps its last tenant's state.
 
     Args:
       pool: `[S, HV, V, K]` (or any array led by S), an array or a `jax.Ref`; any dtype.
-      indices: `[n]` integer; values outside `[0, S)` are passed over, repeated ones do no harm.
+      slots: `[n]` integer; values outside `[0, S)` are passed over, repeated ones do no harm.
 
     Returns:
       The pool with zeros there; None for a Ref.
@@ -127,7 +119,7 @@ def clear_slots(
       As `packed_decode`: in place when donated inside `jit` or passed as a Ref, else on a copy.
 
     Raises:
-      ContractError: the indices are not `[n]` signed integers, or the pool is not one array.
+      ContractError: the slots are not `[n]` signed integers, or the pool is not one array.
 
     >>> import jax.numpy as jnp
     >>> clear_slots(jnp.ones((3, 2)), jnp.array([1, -1])).tolist()
@@ -138,12 +130,12 @@ def clear_slots(
             f"kda_jax.clear_slots: the pool must be one array led by S (got {type(pool).__name__}); "
             "layers' pools in a list are cleared one by one"
         )
-    indices = _signed("clear_slots", indices)
-    arrays = dict(pool=pool, indices=indices)
+    slots = _signed("clear_slots", slots)
+    arrays = dict(pool=pool, slots=slots)
     if call.is_cut(arrays):
         specs = (call.explicit_cut(pool),)
         return call.in_auto_axes(clear_slots, "kda_jax.clear_slots", arrays, specs)
-    return _clear(pool, pools.as_int32(indices))
+    return _clear(pool, pools.as_int32(slots))
 
 
 @jax.jit
@@ -152,32 +144,30 @@ def _clear(pool, slots):
     return pools.closed(pool, pools.write(state, slots, jnp.zeros((), state.dtype)))
 
 
-def _signed(name, indices) -> Any:
-    """`[n]` signed integers as an array, or a ContractError; a list becomes int32, or int64 where it must."""
-    if not hasattr(indices, "dtype"):
-        listed = np.asarray(indices)
-        indices = (
-            np.asarray(indices, np.int32)
-            if listed.size == 0 or np.abs(listed).max() < 2**31
-            else listed
-        )
-        if listed.size and listed.dtype.kind != "i":
-            indices = listed
-    if indices.ndim != 1 or np.dtype(indices.dtype).kind != "i":
+def _signed(name, slots) -> Any:
+    """`[n]` signed integers as an array, or a ContractError.
+
+    A list becomes int32, or int64 where it must.
+    """
+    if not hasattr(slots, "dtype"):
+        listed = np.asarray(slots)
+        narrow = listed.size == 0 or (listed.dtype.kind == "i" and np.abs(listed).max() < 2**31)
+        slots = listed.astype(np.int32) if narrow else listed
+    if slots.ndim != 1 or np.dtype(slots.dtype).kind != "i":
         raise ContractError(
-            f"kda_jax.{name}: indices must be [n] signed integers (got {indices.shape} {indices.dtype})"
+            f"kda_jax.{name}: slots must be [n] signed integers (got {slots.shape} {slots.dtype})"
         )
-    return indices
+    return slots
 
 
-def _integers(indices):
-    if isinstance(indices, jax.core.Tracer):
+def _integers(slots):
+    if isinstance(slots, jax.core.Tracer):
         raise TypeError(
-            "kda_jax.validate_slots reads values, which a traced array has not: call it outside jit"
+            "kda_jax.validate_slots reads values, and a traced array has none: call it outside jit"
         )
-    indices = np.asarray(indices)
-    if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
+    slots = np.asarray(slots)
+    if slots.ndim != 1 or (slots.dtype.kind not in "iu" and slots.size):
         raise TypeError(
-            f"kda_jax.validate_slots takes [B] integers (got {indices.shape} {indices.dtype})"
+            f"kda_jax.validate_slots takes [B] integers (got {slots.shape} {slots.dtype})"
         )
-    return indices.tolist()
+    return slots.tolist()

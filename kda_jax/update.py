@@ -140,7 +140,7 @@ def recurrent_kda(
     v: Array,
     log_decay: Array,
     beta: Array,
-    initial_state: Pool,
+    pool: Pool,
     slots: Array,
     *,
     cu_seqlens: Array | None = None,
@@ -160,7 +160,7 @@ def recurrent_kda(
       v: `[B, T, HV, V]` float; values.
       log_decay: `[B, T, HV, K]` float; natural log of the decay per key channel, <= 0.
       beta: `[B, T, HV]` float; update strength, after the sigmoid.
-      initial_state: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
+      pool: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
       slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one.
       cu_seqlens, scale, use_qk_l2norm_in_kernel: as in `fused_sigmoid_gating_kda_update`.
       update_state, intermediate_states, num_accepted_tokens: likewise.
@@ -188,9 +188,7 @@ def recurrent_kda(
     >>> out.ravel().tolist(), state[0, 0].tolist()
     ([1.5, -7.5], [[0.5, 0.0], [1.5, -3.0]])
     """
-    operands = dict(
-        q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state, slots=slots
-    )
+    operands = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, pool=pool, slots=slots)
     return _run(
         RECURRENT_KDA,
         operands | dict(cu_seqlens=cu_seqlens),

@@ -270,14 +270,14 @@ RECURRENT_KDA = Contract(
         *_TOKENS,
         Operand("log_decay", "B T HV K", FLOATS, "natural log of the decay, <= 0"),
         Operand("beta", "B T HV", FLOATS, "update strength, after the sigmoid"),
-        Operand("initial_state", "S HV V K", FLOATS, "the whole state pool"),
+        Operand("pool", "S HV V K", FLOATS, "the whole state pool"),
         Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
         *_DRAFT,
     ),
     results=_UPDATE_RESULTS,
     options=_UPDATE_OPTIONS,
     rules=_update_rules(
-        "initial_state",
+        "pool",
         "slots",
         "log_decay beta",
         "scale use_qk_l2norm_in_kernel update_state",
@@ -285,9 +285,9 @@ RECURRENT_KDA = Contract(
             "shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."
         ),
     ),
-    pool="initial_state",
+    pool="pool",
     anchor="q",
-    sizes_from=("q", "v", "slots", "initial_state"),
+    sizes_from=("q", "v", "slots", "pool"),
 )
 
 CHUNK_KDA = Contract(
@@ -295,7 +295,7 @@ CHUNK_KDA = Contract(
     operands=(
         *RECURRENT_KDA.operands[:7],
         Operand(
-            "source_indices",
+            "sources",
             "N",
             INDICES,
             "slot that a sequence starts from; outside [0, S): a zero state",
@@ -306,18 +306,18 @@ CHUNK_KDA = Contract(
     results=_UPDATE_RESULTS,
     options=tuple(option for option in _UPDATE_OPTIONS if option.name != "update_state"),
     rules=_update_rules(
-        "initial_state",
+        "pool",
         "slots",
         "log_decay beta",
         "scale use_qk_l2norm_in_kernel",
         Rule(
             "shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."
         ),
-        draft="source_indices",
+        draft="sources",
     ),
-    pool="initial_state",
+    pool="pool",
     anchor="q",
-    sizes_from=("q", "v", "slots", "initial_state"),
+    sizes_from=("q", "v", "slots", "pool"),
 )
 
 COMMIT = Contract(

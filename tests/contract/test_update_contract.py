@@ -166,15 +166,13 @@ def test_several_faults_are_one_error():
         ),
         ({"beta": zeros(4, 3, 4, 64)}, "`beta` must have shape (4, 3, 4) (got (4, 3, 4, 64))."),
         ({"slots": zeros(4)}, "`slots` must be int8, int16, int32 or int64 (got float32)."),
-        ({"initial_state": zeros(6, 4, 64, 32)}, "Unexpected initial_state shape: (6, 4, 64, 32)"),
+        ({"pool": zeros(6, 4, 64, 32)}, "Unexpected pool shape: (6, 4, 64, 32)"),
     ],
     ids=str,
 )
 def test_messages_of_the_recurrence(wrong, message):
     operands = {name: DENSE[name] for name in ("q", "k", "v")}
-    operands |= dict(
-        log_decay=zeros(4, 3, 4, 64), beta=zeros(4, 3, 4), initial_state=zeros(6, 4, 32, 64)
-    )
+    operands |= dict(log_decay=zeros(4, 3, 4, 64), beta=zeros(4, 3, 4), pool=zeros(6, 4, 32, 64))
     with pytest.raises(ContractError) as error:
         kda_jax.recurrent_kda(**operands | {"slots": np.arange(4)} | wrong)
     assert message in str(error.value)

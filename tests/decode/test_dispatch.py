@@ -133,7 +133,7 @@ def prefill_operands(**others):
     q, v = struct((1, 70, 2, 64), jnp.bfloat16), struct((1, 70, 4, 128), jnp.bfloat16)
     log_decay, beta = struct((1, 70, 4, 64), jnp.float32), struct((1, 70, 4), jnp.float32)
     pool, slots = struct((8, 4, 128, 64), jnp.float32), struct((1,), jnp.int32)
-    return dict(q=q, k=q, v=v, log_decay=log_decay, beta=beta, initial_state=pool, slots=slots)
+    return dict(q=q, k=q, v=v, log_decay=log_decay, beta=beta, pool=pool, slots=slots)
 
 
 def layer_arguments(name, **config):
@@ -160,7 +160,7 @@ def update_operands():
         v=v,
         a=struct((1, 70, 256), jnp.bfloat16),
         b=struct((1, 70, 4), jnp.bfloat16),
-        initial_state_source=operands["initial_state"],
+        initial_state_source=operands["pool"],
         initial_state_indices=operands["slots"],
     )
 
@@ -263,9 +263,9 @@ def cut(x, axis=0, kind=jax.sharding.AxisType.Auto):
         ("packed_decode", "initial_state", 1),
         ("packed_decode", "b", 1),
         ("fused_sigmoid_gating_kda_update", "initial_state_source", 0),
-        ("recurrent_kda", "initial_state", 0),
+        ("recurrent_kda", "pool", 0),
         ("recurrent_kda", "v", 2),
-        ("chunk_kda", "initial_state", 0),
+        ("chunk_kda", "pool", 0),
         ("chunk_kda", "log_decay", 2),
     ],
 )

@@ -193,11 +193,11 @@ def test_slot_helpers_refuse_what_they_would_spoil():
         kda_jax.clear_slots(jnp.ones(()), [0])
     for wrong in (np.array([1], "u4"), np.array([True]), [1.5], 1, [[1]]):
         with pytest.raises(
-            ContractError, match=r"kda_jax.clear_slots: indices must be \[n\] signed integers"
+            ContractError, match=r"kda_jax.clear_slots: slots must be \[n\] signed integers"
         ):
             kda_jax.clear_slots(pools[0], wrong)
         with pytest.raises(
-            ContractError, match=r"kda_jax.pad_slots: indices must be \[n\] signed integers"
+            ContractError, match=r"kda_jax.pad_slots: slots must be \[n\] signed integers"
         ):
             kda_jax.pad_slots(wrong, 3)
 

@@ -99,5 +99,5 @@ def test_clear_slots_copies_no_donated_pool():
 
 def test_clear_slots_refuses_other_indices():
     for wrong in (np.array([0.5]), np.array([[1]]), np.array([1], np.uint32), np.array([True])):
-        with pytest.raises(ContractError, match=r"indices must be \[n\] signed integers"):
+        with pytest.raises(ContractError, match=r"slots must be \[n\] signed integers"):
             kda_jax.clear_slots(jnp.zeros((3, 1)), wrong)

@@ -140,15 +140,15 @@ def test_a_wrong_source_operand(wrong, message):
 
 
 def test_validate_slots_sees_a_source_that_another_row_writes():
-    kda_jax.validate_slots([4, -1, 0, 8], 9, source_indices=[6, 4, 6, -1])
-    kda_jax.validate_slots([4, 0], 9, source_indices=[4, 0])
+    kda_jax.validate_slots([4, -1, 0, 8], 9, sources=[6, 4, 6, -1])
+    kda_jax.validate_slots([4, 0], 9, sources=[4, 0])
     with pytest.raises(
         ContractError, match="row 0 reads slot 0, which row 1 writes in the same step"
     ):
-        kda_jax.validate_slots([4, 0], 9, source_indices=[0, 3])
+        kda_jax.validate_slots([4, 0], 9, sources=[0, 3])
     with pytest.raises(
         ContractError, match=r"row 1 has source 9: it must be -1 \(a zero state\) or in \[0, 9\)"
     ):
-        kda_jax.validate_slots([4, 0], 9, source_indices=[4, 9])
-    with pytest.raises(ContractError, match="1 source indices for 2 rows"):
-        kda_jax.validate_slots([4, 0], 9, source_indices=[4])
+        kda_jax.validate_slots([4, 0], 9, sources=[4, 9])
+    with pytest.raises(ContractError, match="1 sources for 2 rows"):
+        kda_jax.validate_slots([4, 0], 9, sources=[4])

@@ -139,7 +139,7 @@ def test_parameters_are_the_tables(name):
 PACKED = {"pool": "initial_state", "slots": "ssm_state_indices", "sources": "source_indices"}
 UPDATE = {"pool": "initial_state_source", "writes": "intermediate_states"}
 UPDATE |= {"slots": "initial_state_indices", "sources": "initial_state_indices"}
-RECURRENT = {"a": "log_decay", "b": "beta", "pool": "initial_state"}
+RECURRENT = {"a": "log_decay", "b": "beta"}
 
 
 def test_the_shapes_of_an_implementations_operands_are_the_tables():

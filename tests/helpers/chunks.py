@@ -21,9 +21,7 @@ def operands(B, T, *, N=None, seed=0, dtype="float32", decay=1.0, H=H, HV=HV, K=
     x = {name: y.astype(jnp.dtype(dtype)) for name, y in x.items()}
     x["log_decay"] = (-decay * np.abs(normal(B, T, HV, K))).astype(np.float32)
     x["beta"] = rng.uniform(0, 1, (B, T, HV)).astype(np.float32)
-    return x | dict(
-        initial_state=normal(S, HV, V, K), slots=rng.permutation(S)[: N or B].astype(np.int32)
-    )
+    return x | dict(pool=normal(S, HV, V, K), slots=rng.permutation(S)[: N or B].astype(np.int32))
 
 
 def wanted(x, cu_seqlens=None, **options):

@@ -39,7 +39,7 @@ def layer(x: jax.Array) -> tuple[KDAParams, KDACache]:
 
 
 def on_the_host(slots: np.ndarray) -> None:
-    kda_jax.validate_slots([0, -1], 6, source_indices=slots)
+    kda_jax.validate_slots([0, -1], 6, sources=slots)
     kda_jax.validate_cu_seqlens(slots, 8)
     print(kda_jax.pad_slots([1, 2], 4).shape, kda_jax.pack_qkv(slots, H=1, K=2, V=3).ndim)
     print(kda_jax.state_from_kv(kda_jax.state_to_kv(slots)).dtype)

@@ -53,7 +53,7 @@ def operands(name, form="dense"):
     bounds = {} if form == "dense" else dict(cu_seqlens=BOUNDS["varlen"])
     gates = dict(A_log=normal(22, HV), dt_bias=normal(23, HV * K))
     if name in ("chunk_kda", "recurrent_kda"):
-        return gated(rows, tokens) | dict(initial_state=pool, slots=SLOTS) | bounds
+        return gated(rows, tokens) | dict(pool=pool, slots=SLOTS) | bounds
     if name == "fused_sigmoid_gating_kda_update":
         x = gated(rows, tokens)
         a = normal(24, rows, tokens, HV * K)
@@ -263,10 +263,10 @@ CUTS = [
         ("dense", "A_log", 0), ("dense", "initial_state_source", 1),
         ("varlen", "initial_state_source", 0), ("varlen", "initial_state_indices", 0))),
     *(("recurrent_kda", form, n, axis) for form, n, axis in (
-        ("dense", "v", 0), ("varlen", "q", 1), ("varlen", "initial_state", 1), ("dense", "slots", 0))),
+        ("dense", "v", 0), ("varlen", "q", 1), ("varlen", "pool", 1), ("dense", "slots", 0))),
     *(("chunk_kda", form, n, axis) for form, n, axis in (
-        ("dense", "k", 0), ("dense", "log_decay", 2), ("dense", "initial_state", 0),
-        ("varlen", "v", 1), ("varlen", "q", 2), ("varlen", "initial_state", 1))),
+        ("dense", "k", 0), ("dense", "log_decay", 2), ("dense", "pool", 0),
+        ("varlen", "v", 1), ("varlen", "q", 2), ("varlen", "pool", 1))),
     *(("commit", form, n, axis) for form, n, axis in (
         ("dense", "pool", 0), ("dense", "intermediate", 2), ("varlen", "intermediate", 1),
         ("varlen", "num_accepted", 0))),
@@ -373,7 +373,7 @@ def test_the_gradient_of_chunk_kda_with_explicit_axes(form):
         return (jnp.sin(out) * 2).sum() + jnp.sin(state).sum()
 
     wanted = jax.grad(value)(floats)
-    spec = dict(v=(None, None, "m"), initial_state=(None, "m"), beta=(None, None, "m"))
+    spec = dict(v=(None, None, "m"), pool=(None, "m"), beta=(None, None, "m"))
     cut = floats | {n: on(mesh, floats[n], *s) for n, s in spec.items()}
     with jax.set_mesh(mesh):
         got = jax.jit(jax.grad(value))(cut)
@@ -394,7 +394,7 @@ def test_explicit_axes_beside_those_of_shard_map(check):
         outs,
     )
     x |= {n: on(mesh, x[n], "m", None, "h") for n in ("q", "k", "v", "log_decay", "beta")}
-    x |= dict(initial_state=on(mesh, x["initial_state"], "m", "h"), slots=on(mesh, SLOTS, "m"))
+    x |= dict(pool=on(mesh, x["pool"], "m", "h"), slots=on(mesh, SLOTS, "m"))
     with jax.set_mesh(mesh):
         step = functools.partial(run, "recurrent_kda")
         step = jax.shard_map(

@@ -76,9 +76,9 @@ def test_decode_equals_one_device(shape, names, config):
     # With two shards of rows, slots 0 to 3 live on the first, and so do the first two rows.
     slots = jnp.array([1, -1, 7, 4])
     wanted, after = kda_jax.kda_decode(params, x, cache, slots, config=config)
-    params, cache = sharding.place(params, cache, mesh, config, heads="tp", rows=rows)
+    params, cache = sharding.place(mesh, config, params, cache, heads="tp", rows=rows)
     step = jax.jit(
-        sharding.sharded_decode(mesh, config, params, heads="tp", rows=rows), donate_argnums=2
+        sharding.make_decode(mesh, config, params, heads="tp", rows=rows), donate_argnums=2
     )
     assert_no_gather(step, params, x, cache, slots)
     y, got = step(params, x, cache, slots)
@@ -97,9 +97,9 @@ def test_prefill_equals_one_device(shape, names):
     x = jax.random.normal(jax.random.key(3), (140, CONFIG.D))
     slots, bounds = jnp.array([1, 2, 7, 4]), jnp.array([0, 66, 70, 70, 140])
     wanted, after = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=CONFIG)
-    params, cache = sharding.place(params, cache, mesh, CONFIG, heads="tp", rows=rows)
+    params, cache = sharding.place(mesh, CONFIG, params, cache, heads="tp", rows=rows)
     step = jax.jit(
-        sharding.sharded_prefill(mesh, CONFIG, params, heads="tp", rows=rows), donate_argnums=2
+        sharding.make_prefill(mesh, CONFIG, params, heads="tp", rows=rows), donate_argnums=2
     )
     bounds = bounds if rows is None else jnp.array([[0, 66, 70], [0, 0, 70]])
     assert_no_gather(step, params, x, cache, slots, bounds)
@@ -116,8 +116,8 @@ def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
     x, slots = jax.random.normal(jax.random.key(3), (8, CONFIG.D)), jnp.array([1, 6])
     fresh, bounds = jnp.array([True, False]), jnp.array([0, 4, 8])
     wanted, after = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=CONFIG, fresh=fresh)
-    params, cache = sharding.place(params, cache, mesh, CONFIG, heads="tp", rows="dp")
-    step = jax.jit(sharding.sharded_prefill(mesh, CONFIG, params, heads="tp", rows="dp"))
+    params, cache = sharding.place(mesh, CONFIG, params, cache, heads="tp", rows="dp")
+    step = jax.jit(sharding.make_prefill(mesh, CONFIG, params, heads="tp", rows="dp"))
     y, got = step(params, x, cache, slots, jnp.array([[0, 4], [0, 4]]), fresh)
     assert_near(y, wanted, LIMIT)
     assert_near(got.state, after.state, LIMIT)
@@ -126,8 +126,8 @@ def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
 def test_a_row_on_the_wrong_shard_is_padded_there():
     mesh, (params, cache) = mesh_of((2,), ("dp",)), layer(CONFIG)
     before = np.asarray(cache.state)
-    params, cache = sharding.place(params, cache, mesh, CONFIG, heads=None, rows="dp")
-    step = jax.jit(sharding.sharded_decode(mesh, CONFIG, params, heads=None, rows="dp"))
+    params, cache = sharding.place(mesh, CONFIG, params, cache, heads=None, rows="dp")
+    step = jax.jit(sharding.make_decode(mesh, CONFIG, params, heads=None, rows="dp"))
     y, got = step(params, jnp.ones((2, CONFIG.D)), cache, jnp.array([7, 0]))
     assert not np.asarray(y).any()
     assert_same_bits(got.state, before)
@@ -160,7 +160,7 @@ def test_what_cannot_be_cut_is_refused():
         sharding.split_packed(jnp.zeros(32), 4, config)
     mesh = mesh_of((4,), ("tp",))
     params = jax.eval_shape(lambda: kda_jax.init_params(config, jax.random.key(0)))
-    for make in (sharding.sharded_decode, sharding.sharded_prefill):
+    for make in (sharding.make_decode, sharding.make_prefill):
         with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
             make(mesh, config, params, heads="tp")
     with pytest.raises(ContractError, match="heads cannot be split over 4 ranks"):
@@ -252,7 +252,7 @@ CUTS = {
 ACTIVATED = dict(log_decay=P("dp", None, "tp", None), beta=P("dp", None, "tp"))
 ACTIVATED |= TOKENS | {RECURRENT_KDA.pool: POOL, "slots": P("dp")}
 CUTS[RECURRENT_KDA] = ACTIVATED | DRAFT
-CUTS[CHUNK_KDA] = ACTIVATED | dict(source_indices=P("dp"), cu_seqlens=CU_SEQLENS)
+CUTS[CHUNK_KDA] = ACTIVATED | dict(sources=P("dp"), cu_seqlens=CU_SEQLENS)
 
 
 @pytest.mark.parametrize("contract", CUTS, ids=lambda contract: contract.name)

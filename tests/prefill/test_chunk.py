@@ -44,7 +44,7 @@ def test_sequences_end_to_end_with_empty_ones():
     out, state = check(x, cu_seqlens=bounds)
     assert_same_bits(np.asarray(out)[0, bounds[2] : bounds[3]], np.zeros((1, HV, V), np.float32))
     for n in (0, 3):
-        assert_same_bits(np.asarray(state)[x["slots"][n]], x["initial_state"][x["slots"][n]])
+        assert_same_bits(np.asarray(state)[x["slots"][n]], x["pool"][x["slots"][n]])
 
 
 def test_padded_rows_and_other_slots_stay():
@@ -52,10 +52,10 @@ def test_padded_rows_and_other_slots_stay():
     x["slots"][1] = S
     x["v"][1] = np.nan
     free = np.setdiff1d(np.arange(S), x["slots"])
-    x["initial_state"][free] = 7.0
+    x["pool"][free] = 7.0
     out, state = check(x)
     assert not np.asarray(out)[1].any()
-    assert_same_bits(np.asarray(state)[free], x["initial_state"][free])
+    assert_same_bits(np.asarray(state)[free], x["pool"][free])
 
 
 @pytest.mark.parametrize("pattern", DECAY_PATTERNS)
@@ -77,7 +77,7 @@ def test_sources_start_sequences_elsewhere():
     x = operands(3, 40)
     sources = np.array([x["slots"][0], -1, np.setdiff1d(np.arange(S), x["slots"])[0]], np.int32)
     arrays = {name: jnp.asarray(y) for name, y in x.items()}
-    out, state = kda_jax.chunk_kda(**arrays, source_indices=jnp.asarray(sources))
+    out, state = kda_jax.chunk_kda(**arrays, sources=jnp.asarray(sources))
     expected_out, expected = wanted(x, sources=sources)
     assert_near(out, expected_out, LIMIT)
     assert_near(state, expected, LIMIT)
@@ -131,7 +131,7 @@ def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
 def test_chunk_kda_clips_boundaries_behind_the_tokens():
     x = operands(1, 5, N=2)
     out, state = kda_jax.chunk_kda(**x, cu_seqlens=jnp.array([0, 1000, 1001]))
-    assert_same_bits(np.asarray(state)[x["slots"][1]], x["initial_state"][x["slots"][1]])
+    assert_same_bits(np.asarray(state)[x["slots"][1]], x["pool"][x["slots"][1]])
     expected_out, expected = wanted(x, (0, 5, 5))
     assert_near(out, expected_out, LIMIT)
     assert_near(state, expected, LIMIT)
@@ -146,13 +146,13 @@ def test_byte_order_is_no_matter():
 def test_chunk_kda_updates_a_ref_and_takes_a_donated_pool():
     x = {name: jnp.asarray(y) for name, y in operands(2, 20).items()}
     out, state = kda_jax.chunk_kda(**x)
-    pool = x.pop("initial_state")
+    pool = x.pop("pool")
     ref = jax.new_ref(pool.copy())
-    ref_out, none = jax.jit(lambda r, x: kda_jax.chunk_kda(**x, initial_state=r))(ref, x)
+    ref_out, none = jax.jit(lambda r, x: kda_jax.chunk_kda(**x, pool=r))(ref, x)
     assert none is None
     assert_near(ref_out, out, 1e-6)
     assert_near(ref[...], state, 1e-6)
-    jax.jit(lambda pool, x: kda_jax.chunk_kda(**x, initial_state=pool), donate_argnums=0)(pool, x)
+    jax.jit(lambda pool, x: kda_jax.chunk_kda(**x, pool=pool), donate_argnums=0)(pool, x)
     assert pool.is_deleted()
 
 
@@ -180,16 +180,16 @@ def test_one_compilation_serves_any_boundaries():
             "`log_decay` must have shape (2, 5, 4, 32)",
         ),
         (
-            {"source_indices": np.zeros(3, np.int32)},
-            "`source_indices` must have shape (2,) (got (3,)).",
+            {"sources": np.zeros(3, np.int32)},
+            "`sources` must have shape (2,) (got (3,)).",
         ),
         (
             {"cu_seqlens": np.zeros(3, np.int32)},
             "`q` of a varlen call must have one row (got B=2 for N=2 sequences).",
         ),
         (
-            {"initial_state": np.zeros((S, HV, K, V), np.float32)},
-            "Unexpected initial_state shape: (6, 4, 32, 24)",
+            {"pool": np.zeros((S, HV, K, V), np.float32)},
+            "Unexpected pool shape: (6, 4, 32, 24)",
         ),
     ],
 )

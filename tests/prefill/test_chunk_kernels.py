@@ -58,7 +58,7 @@ def test_the_kernels_over_sequences_end_to_end(sizes):
     out, state = check(x, cu_seqlens=bounds)
     assert not np.asarray(out)[0, bounds[2] : bounds[3]].any()
     for n in (0, 3):
-        assert_same_bits(np.asarray(state)[x["slots"][n]], x["initial_state"][x["slots"][n]])
+        assert_same_bits(np.asarray(state)[x["slots"][n]], x["pool"][x["slots"][n]])
 
 
 @pytest.mark.gpu
@@ -82,10 +82,10 @@ def test_the_kernels_leave_padded_rows_and_other_slots():
     x["slots"][1] = S
     x["v"][1] = np.nan
     free = np.setdiff1d(np.arange(S), x["slots"])
-    x["initial_state"][free] = 7.0
+    x["pool"][free] = 7.0
     out, state = check(x)
     assert not np.asarray(out)[1].any()
-    assert_same_bits(np.asarray(state)[free], x["initial_state"][free])
+    assert_same_bits(np.asarray(state)[free], x["pool"][free])
 
 
 @pytest.mark.gpu
@@ -110,7 +110,7 @@ def test_sources_l2norm_scale_and_dtypes():
     x["k"] *= 3
     sources = np.array([x["slots"][0], -1, np.setdiff1d(np.arange(S), x["slots"])[0]], np.int32)
     options = dict(use_qk_l2norm_in_kernel=True, scale=0.3)
-    out, state = run(x, source_indices=jnp.asarray(sources), out_dtype=None, **options)
+    out, state = run(x, sources=jnp.asarray(sources), out_dtype=None, **options)
     assert out.dtype == jnp.bfloat16
     expected_out, expected = wanted(x, sources=sources, l2norm=True, scale=0.3)
     assert_near(out, expected_out, LIMIT)
@@ -147,8 +147,8 @@ def test_derivatives_and_vmap_are_those_of_xla():
 def test_the_kernels_update_a_ref():
     x = {name: jnp.asarray(y) for name, y in narrow(2, 70, **SIZES[0]).items()}
     out, state = kda_jax.chunk_kda(**x)
-    ref = jax.new_ref(x["initial_state"].copy())
-    ref_out, none = jax.jit(lambda r, x: kda_jax.chunk_kda(**x | dict(initial_state=r)))(ref, x)
+    ref = jax.new_ref(x["pool"].copy())
+    ref_out, none = jax.jit(lambda r, x: kda_jax.chunk_kda(**x | dict(pool=r)))(ref, x)
     assert none is None
     assert_same_bits(ref_out, out)
     assert_same_bits(ref[...], state)
@@ -231,12 +231,11 @@ def test_an_operand_that_varies_over_a_mesh_is_seen():
     x = {name: jnp.asarray(y) for name, y in narrow(1, 5, **SIZES[0]).items()}
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("tp",))
     heads = {
-        name: P(None, None, "tp") if y.ndim > 2 and name != "initial_state" else P()
-        for name, y in x.items()
+        name: P(None, None, "tp") if y.ndim > 2 and name != "pool" else P() for name, y in x.items()
     }
 
     def call(x):
-        x["initial_state"] = jnp.zeros((S, 2, 128, 128))
+        x["pool"] = jnp.zeros((S, 2, 128, 128))
         return kda_jax.chunk_kda(**x, implementation="mosaic_gpu")[0]
 
     with pytest.raises(NotImplementedError, match="q varies over a mesh axis"):
