@@ -94,13 +94,13 @@ def pad_slots(slots: Array | Sequence[int], B: int) -> Array:
     >>> pad_slots([4, 2, 0], 5)
     array([ 4,  2,  0, -1, -1], dtype=int32)
     """
-    slots = _signed("pad_slots", slots)
-    if slots.shape[0] > B:
+    given = _signed("pad_slots", slots)
+    if given.shape[0] > B:
         raise ContractError(
-            f"kda_jax.pad_slots: slots must be [n] with n <= B={B} (got {slots.shape})"
+            f"kda_jax.pad_slots: slots must be [n] with n <= B={B} (got {given.shape})"
         )
-    library = jnp if isinstance(slots, jax.Array) else np
-    return library.pad(slots, (0, B - slots.shape[0]), constant_values=-1)
+    library = jnp if isinstance(given, jax.Array) else np
+    return library.pad(given, (0, B - given.shape[0]), constant_values=-1)
 
 
 def clear_slots(pool: Pool, slots: Array | Sequence[int]) -> jax.Array:
