@@ -118,10 +118,10 @@ def layers(shapes=None):
         "",
         *wrapped(
             f"Microseconds of a layer by the clock, on an {where(ours)}: float32 pool, "
-            "K = V = 128, softplus gate, random slots, cold L2 (but for 1 x 3 and 1 x 12). JAX runs a jitted "
-            f"loop of 2 to 96 layers, PyTorch {peers['torch'].partition('+')[0]} a captured CUDA "
-            "graph of as many, in a run of its own on that machine. Each time is divided by that of an "
-            "in-place multiply over the same bytes in its own harness."
+            "K = V = 128, softplus gate, random slots, cold L2 (but for 1 x 3 and 1 x 12). JAX runs "
+            f"a jitted loop of 2 to 96 layers, PyTorch {peers['torch'].partition('+')[0]} a captured "
+            "CUDA graph of as many, in a run of its own on that machine. Each time is divided by "
+            "that of an in-place multiply over the same bytes in its own harness."
         ),
     ]
 
@@ -246,8 +246,8 @@ def layer():
         *wrapped(
             f"Microseconds by the clock, in a jitted loop of {results['rows'][0]['layers']} "
             f"layers: D = {config['D']}, H = HV = {config['HV']}, K = V = {config['K']}, "
-            f"{results['dtype']} weights of {weights}, float32 pool. Reading is half an in-place multiply of as many "
-            f"bytes. {where(results)}."
+            f"{results['dtype']} weights of {weights}, float32 pool. Reading is half an in-place "
+            f"multiply of as many bytes. {where(results)}."
         ),
     ]
 

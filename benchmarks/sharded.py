@@ -185,8 +185,8 @@ def config_of(name, n, toy):
 def program(record, what, cut, step, *operands, donated, all_reduces=None, pools=0, **options):
     """The compiled step. Raises for a wrong collective; notes a fault where the donated is copied.
 
-    `all_reduces`: how many there must be, if that is sure. `pools`: how many pools of a server's size
-    are donated, so that temporaries can be held against one of them.
+    `all_reduces`: how many there must be, if that is sure. `pools`: how many pools of a server's
+    size are donated, so that temporaries can be held against one of them.
     """
     compiled = jax.jit(step, donate_argnums=donated, **options).lower(*operands)
     compiled = compiled.compile(ON_CPU if jax.default_backend() == "cpu" else None)

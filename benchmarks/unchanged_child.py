@@ -7,6 +7,7 @@ must be equal in both checkouts (`exact`) and those that may differ (`loose`), o
 import contextlib
 import functools
 import importlib.machinery
+import math
 import pickle
 import platform
 import re
@@ -25,6 +26,8 @@ import unchanged_calls
 import unchanged_names
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
+
+import kda_jax
 
 TRITON_KERNELS = ("kda_jax.decode_triton_kernel", "kda_jax.triton_kernel")
 TRITON_LAUNCHES = ("kda_jax.decode_triton", "kda_jax.triton_gpu")
@@ -86,6 +89,8 @@ def triton(calls):
         # The launch asks jax-triton for its calling convention when it is imported.
         for name in TRITON_LAUNCHES:
             sys.modules.pop(name, None)
+            # `from kda_jax import ...` finds a module by the package's attribute first.
+            vars(kda_jax).pop(name.rpartition(".")[2], None)
         jax.clear_caches()
         launches: list = []
         sys.modules["jax_triton"] = _recording(launches, refs)
@@ -224,7 +229,8 @@ def _recording(launches, refs):
     """A module in place of jax_triton, whose triton_call writes down what it is given."""
 
     def described(x):
-        return (tuple(x.shape), str(x.dtype))
+        # The kernel gets a pointer: how the elements are shaped is not its business.
+        return (math.prod(x.shape), str(x.dtype))
 
     def record(operands, options):
         options = {name: x for name, x in options.items() if name != "kernel"}

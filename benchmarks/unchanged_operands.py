@@ -1,4 +1,4 @@
-"""Random operands for unchanged_calls.py: distinct sizes, live pools, NaN where nothing may be read.
+"""Random operands for unchanged_calls.py: distinct sizes, live pools, NaN where none may read.
 
 They are the same in every process: a seed follows from the sizes.
 """

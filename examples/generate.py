@@ -1,10 +1,12 @@
 """A small language model of KDA layers that generates: continuous batching over a pool of slots.
 
-    python examples/generate.py [--requests 12] [--slots 4] [--new-tokens 24] [--temperature 0.8] [--weights FILE]
+    python examples/generate.py [--requests 12] [--slots 4] [--new-tokens 24] [--temperature 0.8]
+    [--weights FILE]
 
-Requests of unequal length join as slots come free, are prefilled together, decode one token a step in one compiled
-batch, and leave; a slot is used again by the next. It prints tokens per second, and shows that a request's tokens are
-the same in the batch and alone. Weights are random, or those of a file that --save wrote.
+Requests of unequal length join as slots come free, are prefilled together, decode one token a step
+in one compiled batch, and leave; a slot is used again by the next. It prints tokens per second, and
+shows that a request's tokens are the same in the batch and alone. Weights are random, or those of a
+file that --save wrote.
 """
 
 import argparse
@@ -58,7 +60,10 @@ def rms_norm(x, weight):
 
 
 def forward(model, tokens, caches, mix):
-    """Logits of tokens; `mix(layer's weights, x, cache)` is the KDA layer, over one token a row or over sequences."""
+    """Logits of tokens; `mix(layer's weights, x, cache)` is the KDA layer.
+
+    It runs over one token a row or over sequences.
+    """
     x, advanced = model["embedding"][tokens], []
     for layer, cache in zip(model["layers"], caches, strict=True):
         y, cache = mix(layer["kda"], rms_norm(x, layer["norm"]), cache)
@@ -70,7 +75,7 @@ def forward(model, tokens, caches, mix):
 
 @functools.partial(jax.jit, donate_argnums=2)
 def prefill(model, tokens, caches, slots, cu_seqlens):
-    """Logits `[N, vocabulary]` behind each prompt; the prompts' slots start from nothing, whatever they hold."""
+    """Logits `[N, vocabulary]` behind each prompt; its slot starts from nothing."""
 
     def mix(params, x, cache):
         return kda_jax.kda_prefill(
@@ -94,7 +99,7 @@ def decode(model, tokens, caches, slots):
 
 @functools.partial(jax.jit, static_argnames="temperature")
 def choose(logits, numbers, steps, temperature):
-    """The next token of each row: the likeliest, or drawn with a key of the request's own, wherever it stands."""
+    """The next token of each row: the likeliest, or drawn with the request's own key."""
     if temperature == 0:
         return logits.argmax(-1)
 
@@ -106,7 +111,7 @@ def choose(logits, numbers, steps, temperature):
 
 
 def generate(model, requests, *, slots, temperature, prompt_tokens=256):
-    """Runs all requests over so many slots, and returns {number: tokens}, with the seconds and the decoded tokens.
+    """Runs all requests over `slots` slots: {number: tokens}, the seconds, the decoded tokens.
 
     One batch of `slots` rows is compiled for decoding, one of `prompt_tokens` tokens for prefill.
     """

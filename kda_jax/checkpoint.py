@@ -31,7 +31,8 @@ from kda_contracts import (
 )
 from kda_jax.weights import KDAConfig, KDAParams, config_from_hf
 
-# A tensor's name -> the field of KDAParams, and what makes the one the other. Where it is cut stands in CHECKPOINT.
+# A tensor's name -> the field of KDAParams, and what makes the one the other. CHECKPOINT says where
+# it is cut.
 FIELDS = {
     "q_proj.weight": ("q_proj", "transpose"),
     "k_proj.weight": ("k_proj", "transpose"),
@@ -275,7 +276,10 @@ def _normalized(file, name, tensor, sizes):
 
 
 def _judge_values(file_of, layer, sizes, every):
-    """The layer's report with the faults of values; a tensor whose header is at fault is not read."""
+    """The layer's report with the faults of values.
+
+    A tensor whose header is at fault is not read.
+    """
     faulty = {fault.tensor for fault in layer.faults}
     found = []
     for tensor in _tensors(layer):

@@ -18,7 +18,8 @@ def recurrence(state, q, k, v, log_decay, beta):
         out = S q
 
     Args:
-      state: `[..., V, K]`. q, k, log_decay: `[..., K]`, with q scaled. v: `[..., V]`. beta: `[...]`. All float32.
+      state: `[..., V, K]`. q, k, log_decay: `[..., K]`, with q scaled. v: `[..., V]`. beta:
+        `[...]`. All float32.
 
     Returns:
       `(out, state)`: `[..., V]` and `[..., V, K]`.

@@ -156,7 +156,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _opened(contract, arguments):
-    """`(arguments, letters)`: a layer's weights, cache and config opened into operands and sizes."""
+    """`(arguments, letters)`: a layer's weights, cache and config as operands and sizes."""
     given = dict(arguments)
     if "params" not in given:
         return given, {}
@@ -220,7 +220,10 @@ def obstacle(contract, name, sizes, arrays):
 
 
 def _placement_obstacle(arrays):
-    """Why a kernel, opaque to the partitioner, cannot take an operand, where JAX shows it; or None."""
+    """Why a kernel cannot take an operand from where it lies, as far as JAX shows it, or None.
+
+    The partitioner cannot cut a kernel.
+    """
     reasons = (_placement(name, x) for name, x in arrays.items() if x is not None)
     return next(filter(None, reasons), None)
 

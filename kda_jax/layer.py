@@ -187,13 +187,14 @@ def kda_prefill(
 def _judge(contract, params, config, operands):
     """The sizes of a step, or a ContractError. The output gate's weights are judged together."""
     local = letters(config, params)
+    values = local["HV"] * local["V"]
     statics = dict(lower_bound=config.lower_bound, norm_eps=config.norm_eps)
     sizes = check(contract, local, **operands, **statics)
     rows, letter = (config.D, "D") if params.g_down is None else (config.V, "V")
     if params.g_up.shape[0] != rows:
         beside = "without" if params.g_down is None else "beside"
         raise ContractError(
-            f"{contract.name}: `g_up` must be [{letter}, HV*V] = ({rows}, {local['HV'] * local['V']}) "
+            f"{contract.name}: `g_up` must be [{letter}, HV*V] = ({rows}, {values}) "
             f"{beside} a `g_down` (got {params.g_up.shape})"
         )
     return sizes

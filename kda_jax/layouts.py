@@ -54,7 +54,8 @@ def _packed(q, k, v):
         )
     if q_shape[1] == 0 or v_shape[1] == 0 or v_shape[1] % q_shape[1]:
         raise ContractError(
-            f"kda_jax.pack_qkv: v's {v_shape[1]} heads must be a multiple of q's and k's {q_shape[1]}"
+            f"kda_jax.pack_qkv: v's {v_shape[1]} heads must be a multiple of "
+            f"q's and k's {q_shape[1]}"
         )
     if len({str(x.dtype) for x in (q, k, v)}) > 1:
         raise ContractError(
@@ -112,13 +113,15 @@ def _swapped(name, expected, pool):
 def _deinterleave(row, H, K, V):
     if None in (H, K, V):
         raise ContractError(
-            "kda_jax.pack_qkv: an interleaved row needs H, K and V: its shape does not tell them"
+            "kda_jax.pack_qkv: an interleaved row needs H, K and V: "
+            "they cannot be read from its shape"
         )
     shape = getattr(row, "shape", None)
     fits = shape is not None and len(shape) == 2 and min(H, K, V) > 0 and shape[1] % H == 0
     if not fits or shape[1] // H <= 2 * K or (shape[1] // H - 2 * K) % V:
         raise ContractError(
-            f"kda_jax.pack_qkv: an interleaved row must be [B, H*(2*K+G*V)] with H={H}, K={K}, V={V} (got {shape})"
+            "kda_jax.pack_qkv: an interleaved row must be [B, H*(2*K+G*V)] with "
+            f"H={H}, K={K}, V={V} (got {shape})"
         )
     group = shape[1] // H
     heads = row.reshape(shape[0], H, group)

@@ -64,7 +64,7 @@ def unchanged(pool) -> Any:
 
 
 def read(state, slots, sources=None):
-    """`[N, ...]`: what each row's slot holds, or its source. Outside the pool, and padded: zeros."""
+    """`[N, ...]`: what each row's slot or source holds; zeros outside the pool and if padded."""
     S = state.shape[0]
     sources = jnp.where(inside(slots, S), slots if sources is None else sources, S)
     # Outside is brought to the high side: a negative index would wrap.

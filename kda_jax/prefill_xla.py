@@ -2,16 +2,17 @@
 
 On some GPUs the kernels of `prefill_mosaic_gpu.py` stand in for `chunks_and_states`.
 
-Within a chunk the rank-1 updates become one triangular system (the WY form): with G the sum of the log decays from
-the chunk's start,
+Within a chunk the rank-1 updates become one triangular system (the WY form): with G the sum of the
+log decays from the chunk's start,
 
-    A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc)   for j < i          w = (I + A)^-1 (beta k exp(G))
-    out  = (q exp(G)) S^T + tril(q k^T exp(G_i - G_j)) (u - w S^T)      u = (I + A)^-1 (beta v)
-    S   <- S exp(G_last) + u^T k' - S (w^T k')                          k' = k exp(G_last - G)
+    A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc)   for j < i       w = (I + A)^-1 (beta k exp(G))
+    out  = (q exp(G)) S^T + tril(q k^T exp(G_i - G_j)) (u - w S^T)   u = (I + A)^-1 (beta v)
+    S   <- S exp(G_last) + u^T k' - S (w^T k')                       k' = k exp(G_last - G)
 
-Only the last line is a loop over the chunks, of one product each; the rest is done for all of them at once.
-Every exponent that is taken is <= 0, so no decay overflows: across blocks of 16 tokens a product of two such factors,
-with the later block's start between them; within a block the difference itself, channel by channel.
+Only the last line is a loop over the chunks, of one product each; the rest is done for all of them
+at once. Every exponent that is taken is <= 0, so no decay overflows: across blocks of 16 tokens a
+product of two such factors, with the later block's start between them; within a block the
+difference itself, channel by channel.
 """
 
 import functools
@@ -34,7 +35,8 @@ MOST_DECAY = -1e4
 def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
     """`(out [B, T, HV, V], after [N, HV, V, K])` in XLA.
 
-    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others' outs are zeros.
+    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
+    outs are zeros.
     """
     (B, T, HV), V = beta.shape, static.sizes.V
     precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
@@ -75,7 +77,10 @@ def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, stat
 
 
 def _rows_in_chunks(x, n, live):
-    """`[B, T, heads, ...]` as float32 `[n, B, heads, CHUNK, ...]`, zeros behind the last token and in padded rows."""
+    """`[B, T, heads, ...]` as float32 `[n, B, heads, CHUNK, ...]`.
+
+    Behind the last token and in padded rows there are zeros.
+    """
     B, T = x.shape[:2]
     x = jnp.where(live.reshape(B, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
     x = jnp.pad(x, [(0, 0), (0, n * CHUNK - T), *[(0, 0)] * (x.ndim - 2)])
@@ -84,11 +89,12 @@ def _rows_in_chunks(x, n, live):
 
 
 def _sequences_in_chunks(cu_seqlens, T, live):
-    """Where the tokens of sequences that lie end to end stand: one lane of at most T // CHUNK + N chunks.
+    """Where the tokens of sequences that lie end to end go: one lane of T // CHUNK + N chunks.
 
     Returns:
       take: `[n, 1, CHUNK]`, which token it is; inside: whether it is one, of a live sequence.
-      chunks: `[N+1]`, the first chunk of each sequence; owner: `[n]`, whose it is: N behind the last.
+      chunks: `[N+1]`, the first chunk of each sequence; owner: `[n]`, whose it is: N behind the
+        last.
     """
     N = live.shape[0]
     n = T // CHUNK + N
@@ -115,14 +121,17 @@ def _gathered_in_chunks(x, take, inside):
 
 
 def _chunks(q, k, v, log_decay, beta, start, resets, precision):
-    """All chunks: what of each needs no state, then the states one after the other, then the read-outs.
+    """All chunks: what needs no state, then the states one after the other, then the read-outs.
 
     Args:
-      q, k, log_decay: `[n, lanes, HV, CHUNK, K]`. v: `[n, lanes, HV, CHUNK, V]`. beta: `[n, lanes, HV, CHUNK]`.
-      start: `[N, HV, V, K]`. resets: None, where each lane is one sequence; else `(chunks [N+1], owner [n])`.
+      q, k, log_decay: `[n, lanes, HV, CHUNK, K]`. v: `[n, lanes, HV, CHUNK, V]`. beta:
+        `[n, lanes, HV, CHUNK]`.
+      start: `[N, HV, V, K]`. resets: None, where each lane is one sequence; else
+        `(chunks [N+1], owner [n])`.
 
     Returns:
-      `(out, after)`: `[n, lanes, HV, CHUNK, V]`, and the states `[N, HV, V, K]` after each sequence.
+      `(out, after)`: `[n, lanes, HV, CHUNK, V]`, and the states `[N, HV, V, K]` after each
+      sequence.
     """
     product = functools.partial(jnp.einsum, precision=precision)
     w, u, scores, q, k, last = _within(q, k, v, log_decay, beta, precision)
@@ -178,9 +187,11 @@ def _within(q, k, v, log_decay, beta, precision):
 
 
 def _inverse(A):
-    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]` in float32: blocks of 4, then by two halves each.
+    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]`, in float32.
 
-    A power series over all 64 would cancel; over 4 it has three terms. The halves' products are sums of up to 32 terms.
+    It is made of blocks of 4, then by two halves each.
+    A power series over all 64 would cancel; over 4 it has three terms. The halves' products are
+    sums of up to 32 terms.
     """
     lead, size = A.shape[:-2], 4
     block = _diagonal(A, size, 0)
@@ -201,7 +212,10 @@ def _inverse(A):
 
 
 def _diagonal(A, size, below):
-    """The blocks of this size on A's diagonal, `[..., CHUNK/size, size, size]`, or every other one of those below."""
+    """The blocks of this size on A's diagonal, `[..., CHUNK/size, size, size]`.
+
+    With `below`, every other one of those below the diagonal.
+    """
     count = CHUNK // size
     rows = A.reshape(*A.shape[:-2], count, size, CHUNK)
     which = range(1, count, 2) if below else range(count)
@@ -216,9 +230,13 @@ def _small_product(x, y):
 
 
 def _pairs(xs, k, G, precision):
-    """For each x `sum_c x_ic k_jc exp(G_ic - G_jc)` for j <= i, `[..., CHUNK, CHUNK]`; above stands nothing of use."""
+    """For each x `sum_c x_ic k_jc exp(G_ic - G_jc)`, `[..., CHUNK, CHUNK]`.
+
+    Entries above the diagonal are undefined.
+    """
     lead, early = k.shape[:-2], CHUNK - BLOCK
-    # Of a later block's start: what its rows have lost since, and what the tokens before had still to lose until then.
+    # Of a later block's start: what its rows have lost since, and what the tokens before had still
+    # to lose until then.
     border = tuple(y[..., BLOCK - 1 : early : BLOCK, None, :] for y in G)
     since = _exp(_minus(tuple(y[..., 1:, :, :] for y in map(_in_blocks, G)), border))
     until = sum(_minus(border, tuple(y[..., None, :early, :] for y in G)))
@@ -229,7 +247,8 @@ def _pairs(xs, k, G, precision):
     same_block = (block[:, None] == block[None]).reshape((1,) * len(lead) + (CHUNK, CHUNK))
     pairs = []
     for x in xs:
-        # Behind a barrier of its own: else XLA writes out what both sums read, or takes a minute over them, in Triton.
+        # Behind a barrier of its own: otherwise XLA writes out what both sums read, or takes a
+        # minute to compile them.
         near = _pairs_within_blocks(*jax.lax.optimization_barrier((x, k, G)))
         far = jnp.einsum(
             "...bik,...bjk->...bij",
@@ -260,7 +279,10 @@ def _in_blocks(x):
 
 
 def _sums(log_decay):
-    """The running sums of the log decays, as (whole part, rest): differences of large sums keep their last digits."""
+    """The running sums of the log decays, as (whole part, rest).
+
+    So differences of large sums keep their last digits.
+    """
     log_decay = jnp.maximum(log_decay, MOST_DECAY)
     whole = jax.lax.stop_gradient(jnp.round(log_decay))
     return jnp.cumsum(whole, axis=-2), jnp.cumsum(log_decay - whole, axis=-2)

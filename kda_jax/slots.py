@@ -64,11 +64,13 @@ def validate_slots(
             continue
         if not 0 <= source < num_slots:
             faults.append(
-                f"row {row} has source {source}: it must be -1 (a zero state) or in [0, {num_slots})"
+                f"row {row} has source {source}: "
+                f"it must be -1 (a zero state) or in [0, {num_slots})"
             )
         elif first_row.get(source, row) != row:
             faults.append(
-                f"row {row} reads slot {source}, which row {first_row[source]} writes in the same step"
+                f"row {row} reads slot {source}, "
+                f"which row {first_row[source]} writes in the same step"
             )
     if faults:
         shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
@@ -127,7 +129,8 @@ def clear_slots(pool: Pool, slots: Array | Sequence[int]) -> jax.Array:
     """
     if not getattr(pool, "shape", ()) or not hasattr(pool, "dtype"):
         raise ContractError(
-            f"kda_jax.clear_slots: the pool must be one array led by S (got {type(pool).__name__}); "
+            "kda_jax.clear_slots: the pool must be one array led by S "
+            f"(got {type(pool).__name__}); "
             "layers' pools in a list are cleared one by one"
         )
     slots = _signed("clear_slots", slots)

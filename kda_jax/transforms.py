@@ -1,4 +1,4 @@
-"""What JAX's transformations may do with a kernel that updates a Ref: identities that a transformation sees."""
+"""Identity functions with rules of their own for grad, vmap and meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,11 @@ import jax.numpy as jnp
 def unfused(arrays):
     """The arrays unchanged, kept out of XLA's dynamic-slice fusion, at no cost.
 
-    With a slice of a stacked pool in front of a kernel that updates it in place, and its write-back behind it, XLA (JAX
-    0.11.2, H200) fuses the three and returns wrong states without a word, unless both sides are kept apart:
-    benchmarks/results/nvidia-h200-dynamic-slice-fusion.json. The test of stacked pools fails where this is left out.
-    A slice of any other operand, such as one layer's `dt_bias` of a stack, would put the kernel into such a fusion too.
+    With a slice of a stacked pool in front of a kernel that updates it in place, and its write-back
+    behind it, XLA (JAX 0.11.2, H200) fuses the three and returns wrong states without a word,
+    unless both sides are kept apart: benchmarks/results/nvidia-h200-dynamic-slice-fusion.json. The
+    test of stacked pools fails where this is left out. A slice of any other operand, such as one
+    layer's `dt_bias` of a stack, would put the kernel into such a fusion too.
     """
     return jax.lax.optimization_barrier(arrays)
 
@@ -23,7 +24,7 @@ def varying_axes(x):
 
 
 def varying_as(x, *operands):
-    """x unchanged, as it must be typed to meet the operands under `shard_map` with `check_vma=True`.
+    """x unchanged, typed to meet the operands under `shard_map` with `check_vma=True`.
 
     It varies over every mesh axis over which one of them varies. The first carry of a loop needs
     it: a state that was made inside, such as `jnp.zeros`, varies over none. None among the operands
@@ -43,7 +44,8 @@ def inference_only(operands):
 @inference_only.defjvp
 def _refuse_derivative(primals, tangents):
     raise NotImplementedError(
-        "kda_jax: the kernels are inference only and have no derivative; implementation='xla' differentiates"
+        "kda_jax: the kernels are inference only and have no derivative; "
+        "implementation='xla' differentiates"
     )
 
 
@@ -62,7 +64,10 @@ def _copy_unmapped_pool(axis_size, mapped, pool, *operands):
 
 @jax.custom_batching.custom_vmap
 def ref_must_be_mapped(ref, slots, *operands):
-    """The slots unchanged; raises under a vmap that maps an operand and leaves the Ref shared: its rows would race."""
+    """The slots unchanged; raises under a vmap that maps an operand and leaves the Ref shared.
+
+    Its elements would race.
+    """
     return slots
 
 
@@ -70,8 +75,9 @@ def ref_must_be_mapped(ref, slots, *operands):
 def _refuse_shared_ref(axis_size, mapped, ref, slots, *operands):
     if not mapped[0]:
         raise NotImplementedError(
-            "kda_jax: under vmap this Ref is not mapped, so that all elements would update it at once. "
-            "Map the Ref too, pass an array instead, or make the mapped axis rows of one batch"
+            "kda_jax: under vmap this Ref is not mapped, so that all elements would update it at "
+            "once. Map the Ref too, pass an array instead, or make the mapped axis rows of one "
+            "batch"
         )
     if not mapped[1]:
         slots = jnp.broadcast_to(slots, (axis_size, *slots.shape))
@@ -79,7 +85,7 @@ def _refuse_shared_ref(axis_size, mapped, ref, slots, *operands):
 
 
 def refuse_vmap_of_ref(ref, *operands):
-    """Raises under any vmap: for a kernel that has no batching rule, and so none for a Ref either."""
+    """Raises under any vmap: for a kernel without a batching rule, and so without one for a Ref."""
     _no_vmap(ref, *operands)
 
 
@@ -91,12 +97,16 @@ def _no_vmap(ref, *operands):
 @_no_vmap.def_vmap
 def _refuse_vmap(axis_size, mapped, ref, *operands):
     raise NotImplementedError(
-        "kda_jax: under vmap the Triton kernel takes no Ref; pass an array pool, or use implementation='xla'"
+        "kda_jax: under vmap the Triton kernel takes no Ref; pass an array pool, or use "
+        "implementation='xla'"
     )
 
 
 def with_transforms_of(plain, kernel):
-    """`kernel` of arrays, with `plain`, which computes the same in XLA, for its derivatives and under vmap."""
+    """`kernel` of arrays, with `plain` for its derivatives and under vmap.
+
+    `plain` computes the same in XLA.
+    """
     batched = jax.custom_batching.custom_vmap(kernel)
 
     @batched.def_vmap
@@ -111,7 +121,7 @@ def with_transforms_of(plain, kernel):
 
 
 def loop_over_mapped(function):
-    """`function` of arrays; under vmap a loop over its elements, each with a copy of what is not mapped."""
+    """`function` of arrays; under vmap a loop, each element with a copy of what is not mapped."""
     looped = jax.custom_batching.custom_vmap(function)
 
     @looped.def_vmap

@@ -1,4 +1,7 @@
-"""Several tokens a sequence: the operator with its gates, and the recurrence without them."""
+"""Several tokens a sequence: the operator with its gates, and the recurrence without them.
+
+Over 350 lines, since half of them are the docstrings of three public operators.
+"""
 
 import functools
 
@@ -263,16 +266,19 @@ def _commit(pool, intermediate, slots, accepted, cu_seqlens):
 
 
 def _run(contract, operands, draft, options, gate, *, out_dtype, implementation):
-    """Contract, choice and call of both operators."""
-    returned = draft["intermediate_states"] is True
-    if isinstance(draft["intermediate_states"], int) and not isinstance(
-        draft["intermediate_states"], bool
-    ):
-        raise ContractError(
-            f"{contract.name}: `intermediate_states` must be True, False or slots [B, T] (got an int)"
-        )
-    if isinstance(draft["intermediate_states"], bool):
+    """Contract, choice and call of both operators.
+
+    Over 60 lines, since both operators meet here.
+    """
+    asked = draft["intermediate_states"]
+    returned = asked is True
+    if isinstance(asked, bool):
         draft = draft | dict(intermediate_states=None)
+    elif isinstance(asked, int):
+        raise ContractError(
+            f"{contract.name}: `intermediate_states` must be True, False or slots [B, T] "
+            "(got an int)"
+        )
     arrays, sizes = call.taken(contract, operands | draft, **options, **gate, out_dtype=out_dtype)
     writes, accepted = arrays["intermediate_states"], arrays["num_accepted_tokens"]
     if accepted is not None and writes is None:
@@ -284,19 +290,8 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
     choice = dispatch.choose(contract, implementation, sizes, arrays)
     activated = contract is RECURRENT_KDA
     if call.is_cut(arrays):
-        again = functools.partial(
-            recurrent_kda if activated else fused_sigmoid_gating_kda_update,
-            **options,
-            **gate,
-            out_dtype=out_dtype,
-            implementation=choice.name,
-        )
-        specs = call.result_cuts(contract, arrays)
-        if returned:
-            del arrays["intermediate_states"]
-            again = functools.partial(again, intermediate_states=True)
-            specs = call.result_cuts(contract, arrays, "B T HV V K")
-        return call.in_auto_axes(again, contract.name, arrays, specs)
+        statics = dict(options, **gate, out_dtype=out_dtype, implementation=choice.name)
+        return _in_auto_axes(contract, arrays, statics, returned)
     a, b = ("log_decay", "beta") if activated else ("a", "b")
     v, shape = arrays["v"], pool.shape
     static = call.Static(
@@ -335,6 +330,19 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
     out, state, states = dispatch.run(choice.name, operands, static)
     state = state if state is None else state.reshape(shape)
     return (out, state, states) if returned else (out, state)
+
+
+def _in_auto_axes(contract, arrays, statics, returned):
+    """The call again, where Explicit mesh axes cut an operand."""
+    op = recurrent_kda if contract is RECURRENT_KDA else fused_sigmoid_gating_kda_update
+    further = ()
+    if returned:
+        del arrays["intermediate_states"]
+        statics = statics | dict(intermediate_states=True)
+        further = ("B T HV V K",)
+    specs = call.result_cuts(contract, arrays, *further)
+    again = functools.partial(op, **statics)
+    return call.in_auto_axes(again, contract.name, arrays, specs)
 
 
 def _accepted(accepted, slots, writes, cu_seqlens):

@@ -1,4 +1,4 @@
-"""The demo: a real model's geometry, decoded for a batch, judged by the float64 oracle, and timed."""
+"""The demo: a real model's geometry, decoded, judged by the float64 oracle, and timed."""
 
 import dataclasses
 import functools
@@ -81,7 +81,10 @@ def read_layer(path) -> LayerWeights:
 
 
 def made_up_layer(model) -> LayerWeights:
-    """A layer of the model's real shapes: written to a temporary checkpoint and read back, if safetensors is there."""
+    """A layer of the model's real shapes.
+
+    With safetensors it is written to a temporary checkpoint and read back.
+    """
     if importlib.util.find_spec("safetensors"):
         with tempfile.TemporaryDirectory() as folder:
             write_layer(folder, model)
@@ -113,12 +116,14 @@ def run(
     implementation: kda_jax.Implementation = "auto",
     seed=0,
 ):
-    """Decodes `steps` tokens for `batch` rows, the last one padded where there are two, and returns one flat dict.
+    """Decodes `steps` tokens for `batch` rows and returns one flat dict.
 
-    Weights and gate come from the first KDA layer of `checkpoint`, if one is given, else from `model`'s shapes. The
-    pool has more slots than rows. `err_out` and `err_state` are relative to the oracle's norms, over the checked rows
-    and all tokens; `us_per_step` is the best of five runs of one compiled loop; `untouched` says whether all other
-    slots kept their bits.
+    The last row is padded, if there are two. Over 60 lines, since it is the story of one run.
+
+    Weights and gate come from the first KDA layer of `checkpoint`, if one is given, else from
+    `model`'s shapes. The pool has more slots than rows. `err_out` and `err_state` are relative to
+    the oracle's norms, over the checked rows and all tokens; `us_per_step` is the best of five runs
+    of one compiled loop; `untouched` says whether all other slots kept their bits.
     """
     layer = read_layer(checkpoint) if checkpoint else made_up_layer(model)
     H, HV = split_heads(layer.H, layer.HV, tp)
@@ -183,7 +188,10 @@ def run(
 
 
 def _errors(operands, per_token, weights, options, live, outs, after):
-    """err_out, err_state and checked_rows: the oracle decodes the first live rows, in a pool of their own slots."""
+    """err_out, err_state and checked_rows.
+
+    The oracle decodes the first live rows, in a pool of their own slots.
+    """
     rows = live[:CHECKED_ROWS]
     slots = operands["ssm_state_indices"][rows]
     state = operands["initial_state"][slots].astype(np.float64)
@@ -223,6 +231,8 @@ def passed(result):
 def report(result):
     """The result as the table that `kda-jax demo` prints."""
     sizes = ", ".join(f"{letter}={result[letter]}" for letter in ("B", "H", "HV", "K", "V", "S"))
+    live, checked = result["live_rows"], result["checked_rows"]
+    gigabytes = result["bytes_per_second"] / 1e9
     rows = {
         "model": f"{result['model']}, 1 of {result['tp']} ranks"
         if result["tp"] > 1
@@ -232,12 +242,12 @@ def report(result):
         "ran": result["implementation"],
         "because": result["reasons"] or "it comes first",
         "gate": result["gate"],
-        "sizes": f"{sizes}; {result['live_rows']} rows live, {result['B'] - result['live_rows']} padded",
-        "error of out": f"{result['err_out']:.1e} relative to float64, {result['checked_rows']} rows",
+        "sizes": f"{sizes}; {live} rows live, {result['B'] - live} padded",
+        "error of out": f"{result['err_out']:.1e} relative to float64, {checked} rows",
         "error of state": f"{result['err_state']:.1e} after {result['steps']} tokens",
         "other slots": "bitwise unchanged, padded rows zero" if result["untouched"] else "CHANGED",
         "time per step": f"{result['us_per_step']:.1f} us",
-        "state traffic": f"{result['bytes_per_second'] / 1e9:.1f} GB/s (each live state in and out once)",
+        "state traffic": f"{gigabytes:.1f} GB/s (each live state in and out once)",
         "verdict": "right" if passed(result) else f"WRONG (limit {LIMIT:.0e})",
     }
     return "\n".join(f"  {name:<15} {text}" for name, text in rows.items())

@@ -1,4 +1,4 @@
-"""Random operands of unit scale and the released models' geometries: what the demo, tests and benchmarks run on."""
+"""Random operands and the released models' geometries, for the demo, tests and benchmarks."""
 
 import json
 import math
@@ -15,7 +15,7 @@ HEAD_DIMENSION = 128  # K and V of every released KDA model
 
 @dataclass(frozen=True)
 class Model:
-    """What a released model's files say of a KDA layer: heads, hidden size, gate, and how it is stored."""
+    """What a released model's files say of a KDA layer, and how it is stored."""
 
     heads: int
     hidden_size: int
@@ -39,10 +39,12 @@ def model_sizes(model, *, tp, batch, slots):
 
 
 def random_operands(sizes, *, seed=0, dtype="bfloat16", gate_dtype="float32", pool_dtype="float32"):
-    """The operands of one `packed_decode` call, by name, as NumPy arrays: no zeros, no constants, different slots.
+    """The operands of one `packed_decode` call, by name, as NumPy arrays.
 
-    `dtype` is that of mixed_qkv, a and b, `gate_dtype` that of A_log and dt_bias. Slots are a random permutation; rows
-    beyond S, if any, are padded (-1).
+    There are no zeros and no constants, and slots differ.
+
+    `dtype` is that of mixed_qkv, a and b, `gate_dtype` that of A_log and dt_bias. Slots are a
+    random permutation; rows beyond S, if any, are padded (-1).
     """
     rng = np.random.default_rng(seed)
     shapes = {operand.name: operand.shape(vars(sizes)) for operand in PACKED_DECODE.operands}
@@ -66,9 +68,12 @@ def random_operands(sizes, *, seed=0, dtype="bfloat16", gate_dtype="float32", po
 
 
 def write_layer(folder, model, *, layer=0, seed=0):
-    """Writes a checkpoint of one KDA layer of a model's real names and shapes: config.json and model.safetensors.
+    """Writes a checkpoint of one KDA layer: config.json and model.safetensors.
 
-    A_log and dt_bias hold random values; the projections are a hole in a sparse file, so that nothing is stored.
+    Names and shapes are the model's.
+
+    A_log and dt_bias hold random values; the projections are a hole in a sparse file, so that
+    nothing is stored.
     """
     folder, released = Path(folder), MODELS[model]
     heads = released.heads
@@ -110,7 +115,10 @@ def write_layer(folder, model, *, layer=0, seed=0):
 
 
 def write_safetensors(path, entries, values=None):
-    """Writes {name: (the format's dtype, shape)} at its real length; what has no values is a hole in the file."""
+    """Writes {name: (the format's dtype, shape)} at its real length.
+
+    What has no values is a hole in the file.
+    """
     header, offset = {}, 0
     for name, (dtype, shape) in entries.items():
         size = math.prod(shape) * ITEM_BITS[dtype] // 8

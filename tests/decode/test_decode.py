@@ -180,7 +180,8 @@ def test_100_eager_calls_add_no_trace(implementation):
         return kda_jax.packed_decode(**x, implementation=implementation, **options)
 
     with running(implementation):
-        # The first call under Pallas's interpreter changes what JAX traces by: the second is traced too.
+        # The first call under Pallas's interpreter changes what JAX traces by: the second is
+        # traced too.
         for x in calls:
             step(x)
         jax.monitoring.register_event_duration_secs_listener(listen)

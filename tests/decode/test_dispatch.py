@@ -270,7 +270,7 @@ def cut(x, axis=0, kind=jax.sharding.AxisType.Auto):
     ],
 )
 def test_auto_never_turns_slow_in_silence(monkeypatch, name, operand, axis):
-    """Where only an operand's sharding forbids the kernel, it raises with the remedy, in every op."""
+    """Where only an operand's sharding forbids the kernel, every op raises with the remedy."""
     arguments = {x: jnp.zeros(y.shape, y.dtype) for x, y in CALLS[name]().items()}
     arguments[operand] = cut(arguments[operand], axis)
     on_a_gpu(monkeypatch, "9.0")

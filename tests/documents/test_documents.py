@@ -1,4 +1,4 @@
-"""The code of the documents runs, in order and in one namespace a file, and prints what the file says it prints."""
+"""The documents' code runs, in order and in one namespace a file, and prints what they say."""
 
 import re
 import sys

@@ -1,4 +1,7 @@
-"""docs/errors.md has every message that a caller can meet: the tables' verbatim, the code's by their fixed words."""
+"""docs/errors.md has every message that a caller can meet.
+
+The tables' are there verbatim, the code's by their fixed words.
+"""
 
 import ast
 import dataclasses
@@ -84,7 +87,10 @@ def is_known(example):
 
 
 def literals(source):
-    """The fixed parts of each text of three words or more in a module, but for docstrings and our own mistakes."""
+    """The fixed parts of each text of three words or more in a module.
+
+    Docstrings and our own mistakes are left out.
+    """
     tree = ast.parse(source)
     skipped = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The notebooks as they are kept: executed from top to bottom, small, and drawn from the present results.
+"""The notebooks as they are kept: executed in order, small, drawn from the present results.
 
 ./check executes them; `python notebooks/execute.py --keep` keeps new outputs.
 """

@@ -1,4 +1,4 @@
-"""A caller's file, which mypy and pyrefly read. A line marked `wrong` must fail, each other pass."""
+"""A caller's file for mypy and pyrefly. A line marked `wrong` must fail, all others pass."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The layer: prefill and decode against each other and against a float64 layer, slots, contract, derivatives."""
+"""The layer: prefill, decode and a float64 layer compared; slots, contract, derivatives."""
 
 import dataclasses
 import functools
@@ -60,7 +60,10 @@ def test_prefill_and_decode_meet_a_float64_layer(name):
     "T", [65, *(pytest.param(T, marks=pytest.mark.slow) for T in (1, 63, 64, 200))]
 )
 def test_prefill_then_decode_is_prefill_of_one_more(T, name):
-    """In a batch with an empty sequence, a padded and a short one, and tokens of none: one compilation for all T."""
+    """In a batch with an empty, a padded and a short sequence, and tokens of none.
+
+    One compilation serves all T.
+    """
     config, params, cache = make(name)
     lengths, slots = (T, 0, 5, 2), jnp.array([3, 1, -1, 6])
     bounds = np.cumsum((0, *lengths))
@@ -268,22 +271,35 @@ def test_the_layer_differentiates():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("holder", "change", "message"),
     [
-        (lambda p, c: (dataclasses.replace(p, q_proj=p.q_proj.T), c), "`q_proj` must have shape (24, 32)"),
-        (lambda p, c: (dataclasses.replace(p, q_proj=p.q_proj.T), c), "transposed: q_proj.T"),
-        (lambda p, c: (dataclasses.replace(p, A_log=p.A_log.reshape(1, 1, 4, 1)), c), "1 argument breaks the contract"),
-        (lambda p, c: (dataclasses.replace(p, dt_bias=p.A_log), c), "`dt_bias` must have shape (64,) (got (4,))."),
-        (lambda p, c: (dataclasses.replace(p, g_up=p.g_up[:5]), c), "`g_up` must have shape (8, 32), or (D, HV*V)"),
-        (lambda p, c: (p, dataclasses.replace(c, conv=c.conv[:, :, :2])), "`conv` must have shape (7, 96, 3)"),
-        (lambda p, c: (p, dataclasses.replace(c, state=c.state.mT)), "`state` must have shape (7, 4, 8, 16)"),
+        ("params", lambda p: dict(q_proj=p.q_proj.T), "`q_proj` must have shape (24, 32)"),
+        ("params", lambda p: dict(q_proj=p.q_proj.T), "transposed: q_proj.T"),
+        (
+            "params",
+            lambda p: dict(A_log=p.A_log.reshape(1, 1, 4, 1)),
+            "1 argument breaks the contract",
+        ),
+        (
+            "params",
+            lambda p: dict(dt_bias=p.A_log),
+            "`dt_bias` must have shape (64,) (got (4,)).",
+        ),
+        (
+            "params",
+            lambda p: dict(g_up=p.g_up[:5]),
+            "`g_up` must have shape (8, 32), or (D, HV*V)",
+        ),
+        ("cache", lambda c: dict(conv=c.conv[:, :, :2]), "`conv` must have shape (7, 96, 3)"),
+        ("cache", lambda c: dict(state=c.state.mT), "`state` must have shape (7, 4, 8, 16)"),
     ],
-)  # fmt: skip
-def test_messages(change, message):
+)
+def test_messages(holder, change, message):
     config, params, cache = make("softplus, low rank")
-    params, cache = change(params, cache)
+    given = dict(params=params, cache=cache)
+    given[holder] = dataclasses.replace(given[holder], **change(given[holder]))
     with pytest.raises(ContractError) as error:
-        kda_jax.kda_decode(params, inputs(2, config.D), cache, jnp.array([0, 1]), config=config)
+        kda_jax.kda_decode(x=inputs(2, config.D), slots=jnp.array([0, 1]), config=config, **given)
     assert message in str(error.value)
     with pytest.raises(ContractError) as error:
         kda_jax.kda_prefill(

@@ -119,7 +119,7 @@ ONE_FORM = ("packed_decode", "conv_decode", "kda_decode", "clear_slots", "gated_
 # Name, form, cuts, and how the results are cut. Those of `chunk_kda` over its heads and of
 # `kda_prefill` are compared with their gradients.
 SHARDED = [
-    *((name, form, HEADS_CUT, (HEADS, P(None, "m"))) for name in MANY_TOKENS[1:] for form in BOUNDS),
+    *((x, form, HEADS_CUT, (HEADS, P(None, "m"))) for x in MANY_TOKENS[1:] for form in BOUNDS),
     *((name, "dense", ROWS_CUT, (ROWS, ROWS)) for name in MANY_TOKENS),
     *(("commit", form, HEADS_CUT | {"intermediate": P(None, None, "m")}, (P(None, "m"),))
       for form in BOUNDS),
@@ -257,7 +257,8 @@ def test_gradients_in_shard_map_equal_each_device_alone(name, form, state, check
 CUTS = [
     *(("packed_decode", "dense", n, axis) for n, axis in (
         ("mixed_qkv", 0), ("mixed_qkv", 1), ("a", 1), ("b", 1), ("A_log", 0), ("dt_bias", 0),
-        ("initial_state", 0), ("initial_state", 1), ("initial_state", 3), ("ssm_state_indices", 0))),
+        ("initial_state", 0), ("initial_state", 1), ("initial_state", 3),
+        ("ssm_state_indices", 0))),
     *(("fused_sigmoid_gating_kda_update", form, n, axis) for form, n, axis in (
         ("dense", "q", 0), ("dense", "v", 2), ("varlen", "a", 1), ("varlen", "b", 2),
         ("dense", "A_log", 0), ("dense", "initial_state_source", 1),

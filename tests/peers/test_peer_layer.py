@@ -1,4 +1,4 @@
-"""Against FLA's own layer, KimiDeltaAttention, on a GPU where torch and flash-linear-attention are installed."""
+"""Against FLA's own layer, KimiDeltaAttention, on a GPU where torch and FLA are installed."""
 
 import dataclasses
 import importlib
@@ -22,7 +22,8 @@ pytestmark = [
 B, D, STEPS = 2, 80, 16
 SIZES = {"grouped": dict(H=2, HV=6, K=64, V=32), "equal": dict(H=3, HV=3, K=64, V=64)}
 SLOTS = np.array([3, 1], np.int32)
-# Prompt, limit: up to 64 tokens FLA is float32, with the GPU's approximate exp2 and log2; above, its products are TF32.
+# Prompt, limit: up to 64 tokens FLA is float32, with the GPU's approximate exp2 and log2; above
+# that its products are TF32.
 PATHS = {"recurrent": (60, 3e-5), "chunk": (100, 3e-3)}
 PREFILL = jax.jit(kda_jax.kda_prefill, static_argnames="config", donate_argnames="cache")
 DECODE = jax.jit(kda_jax.kda_decode, static_argnames="config", donate_argnames="cache")
@@ -47,12 +48,15 @@ def fla_layer(monkeypatch):
 
 
 def run_first_config(self, *args, **kwargs):
-    """Autotuner.run without the tuning, which takes minutes and would keep its findings on the disk."""
+    """Autotuner.run without the tuning, which takes minutes and would write to the disk."""
     return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
 
 
 class Cache(list):
-    """What the layer asks of its cache: a list of the layers' states. FLA's own class needs transformers."""
+    """What the layer asks of its cache: a list of the layers' states.
+
+    FLA's own class needs transformers.
+    """
 
     def update(self, layer_idx, offset, **state):
         self[layer_idx:] = [state]
@@ -65,7 +69,7 @@ def config_of(sizes, lower_bound):
 
 
 def random_params(config, biased):
-    """Weights of the form that FLA's layer has: the forget gate of rank V, and a bias in the output gate."""
+    """Weights as FLA's layer has them: a forget gate of rank V, and a bias in the output gate."""
     rng = np.random.default_rng(5)
 
     def normal(*shape):
@@ -102,7 +106,7 @@ def named_for_fla(params):
 
 
 def by_fla(layer_class, weights, config, safe_gate, x, prompt):
-    """`(outputs, convolution's inputs, states)` of FLA's layer: the prompt at once, then token after token."""
+    """`(outputs, convolution's inputs, states)` of FLA's layer: the prompt at once, then tokens."""
     import torch
 
     layer = layer_class(
