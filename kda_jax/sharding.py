@@ -252,7 +252,7 @@ def make_decode(
     (2, 16)
     """
     split_heads(config.H, config.HV, 1 if heads is None else mesh.shape[heads])
-    cuts, (y,) = specs(LAYER_DECODE, heads=heads, rows=rows)
+    cuts, (y, *_) = specs(LAYER_DECODE, heads=heads, rows=rows)
     cache = cache_specs(heads, rows)
 
     def step(params, x, cache, slots):
