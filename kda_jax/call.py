@@ -236,11 +236,13 @@ def in_auto_axes(function, name, arrays, specs) -> Any:
     first = next(x for x, array in arrays.items() if explicit_cut(array) is not None)
     if any(map(pools.is_ref, arrays.values())):
         raise NotImplementedError(f"{name}: {explicit_obstacle(first)}")
-    mesh = jax.typeof(arrays[first]).sharding.mesh
+    cut = arrays[first]
+    # Outside jit the devices are told: a result may depend on no operand that has them.
+    mesh = (jax.typeof(cut) if isinstance(cut, jax.core.Tracer) else cut).sharding.mesh
     shardings = tuple(NamedSharding(mesh, P() if spec is None else spec) for spec in specs)
     inside: Any = jax.sharding.auto_axes(
         lambda arrays: function(**arrays),
-        axes=mesh.explicit_axes,
+        axes=jax.typeof(cut).sharding.mesh.explicit_axes,
         out_sharding=shardings if len(shardings) > 1 else shardings[0],
     )
     return inside(arrays)

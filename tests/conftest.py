@@ -5,7 +5,11 @@ import os
 import time
 from collections import Counter
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers share a GPU
+# The workers share a GPU. A worker keeps what it once had, and its share bounds that; what is "most
+# of the memory" in a test is then most of a worker's share.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")
 
 import jax
 import pytest
