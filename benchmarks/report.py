@@ -119,11 +119,10 @@ def layers(shapes=None):
         *wrapped(
             f"Microseconds of a layer by the clock, on an {where(ours)}: float32 pool, "
             "K = V = 128, softplus gate, random slots, cold L2 (but for 1 x 3 and 1 x 12). JAX "
-            "runs "
-            "a jitted loop of 2 to 96 layers, PyTorch "
-            f"{peers['torch'].partition('+')[0]} a captured "
-            "CUDA graph of as many, in a run of its own on that machine. Each time is divided by "
-            "that of an in-place multiply over the same bytes in its own harness."
+            "runs a jitted loop of 2 to 96 layers, PyTorch "
+            f"{peers['torch'].partition('+')[0]} a captured CUDA graph of as many, in a run of its "
+            "own on that machine. Each time is divided by that of an in-place multiply over the "
+            "same bytes in its own harness."
         ),
     ]
 

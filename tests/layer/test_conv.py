@@ -75,7 +75,7 @@ def test_boundaries_behind_the_tokens_are_clipped():
 def test_an_empty_sequence_writes_no_window():
     x, weight, pool = map(jnp.asarray, make(4, 4))
     slots, sources = jnp.array([2, 0]), jnp.array([2, -1])
-    _, after = conv_prefill(x, weight, pool, slots, jnp.array([0, 4, 4]), sources)
+    _, after = conv_prefill(x, weight, pool, slots, jnp.array([0, 4, 4]), sources=sources)
     assert_same_bits(after[0], pool[0])
     assert (np.asarray(after)[2] != np.asarray(pool)[2]).any()
 

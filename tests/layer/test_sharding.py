@@ -261,6 +261,7 @@ def test_the_tables_axes_say_where_each_tensor_is_cut(contract):
     assert operands == CUTS[contract]
     for cut, result in zip(results, contract.results, strict=True):
         wanted = {"state": POOL, "out": P("dp", None, "tp", None), "y": CUTS[contract].get("x")}
+        wanted["conv"] = POOLS["conv"]
         assert cut == wanted[result.name]
     whole, _ = sharding.specs(contract, heads=None)
     assert all(part is None for spec in whole.values() for part in spec)
