@@ -2,15 +2,12 @@
 
 import argparse
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 
-# The workers share a GPU. A worker keeps what it once had, and its share bounds that; what is "most
-# of the memory" in a test is then most of a worker's share.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")
-
+import gpu_share
 import jax
 import pytest
 from support import ON_GPU
@@ -50,8 +47,24 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("large_pool"):
-            # One worker runs them all, in turn: a worker keeps the memory that it once had.
-            item.add_marker(pytest.mark.xdist_group("large_pool"))
+            item.add_marker(pytest.mark.xdist_group("large_pool"))  # one worker runs them, in turn
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test of a large pool runs in a process of its own, with more memory than a worker has."""
+    if not (gpu_share.IS_WORKER and ON_GPU and pyfuncitem.get_closest_marker("large_pool")):
+        return None
+    kept = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:benchmark", pyfuncitem.nodeid],
+        capture_output=True,
+        text=True,
+        cwd=pyfuncitem.config.rootpath,
+        env=kept | {"XLA_PYTHON_CLIENT_MEM_FRACTION": gpu_share.LARGE_SHARE},
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    return True
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):

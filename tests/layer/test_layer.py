@@ -303,7 +303,11 @@ def test_messages(holder, change, message):
     assert message in str(error.value)
     with pytest.raises(ContractError) as error:
         kda_jax.kda_prefill(
-            params, inputs(2, config.D), cache, jnp.array([0]), jnp.array([0, 2]), config=config
+            x=inputs(2, config.D),
+            slots=jnp.array([0]),
+            cu_seqlens=jnp.array([0, 2]),
+            config=config,
+            **given,
         )
     assert message in str(error.value)
 

@@ -332,7 +332,7 @@ FAULTY = {
     ),
     "float64": (
         dict(k_proj__weight=np.zeros((32, 24))),
-        r"must be float \(got float64\)\.\n +round it to float32 first",
+        r"must be float32, bfloat16 or float16 \(got float64\)\.\n +round it to float32 first",
     ),
     "a tail that is not zero": (
         dict(A_log=np.arange(8, dtype=np.float32)),
@@ -365,7 +365,7 @@ def test_a_faulty_layer_is_one_clear_error(tmp_path, case):
         (
             0,
             dict(dtype="float64"),
-            r"^`dtype` must be float \(got float64\)$",
+            r"^`dtype` must be float32, bfloat16 or float16 \(got float64\)$",
         ),
     ],
 )
