@@ -26,7 +26,7 @@ def names():
 def module(*names):
     """The first of these modules that the checkout has."""
     for name in names:
-        if importlib.util.find_spec(name):
+        if _exists(name):
             return importlib.import_module(name)
     raise ImportError(f"none of {', '.join(names)}")
 
@@ -56,3 +56,11 @@ def _renamed(function):
         return function(*args, **known)
 
     return call
+
+
+def _exists(name):
+    """Whether a module can be imported; its package may be missing too."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
