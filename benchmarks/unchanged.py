@@ -38,6 +38,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kda_jax.tools import records
+
 HERE = Path(__file__).resolve().parent
 ON_CPU = ("xla", "interpret", "lowered", "triton")
 ON_GPU = ("gpu", "times")
@@ -181,7 +183,7 @@ def main():
     parser.add_argument("--new-commit", help="the new commit, where there is no git")
     parser.add_argument("--output", help="JSON file to write")
     options = parser.parse_args()
-    results: dict = {"command": " ".join(sys.argv)}
+    results: dict = {"command": records.command_line(sys.argv)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "about"
         results |= results_of(start(options.new, "about", file), file)

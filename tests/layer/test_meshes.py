@@ -167,7 +167,7 @@ def with_pools(made, x):
 
 CHECKS = [
     pytest.param(True, id="check on"),
-    pytest.param(False, id="check off", marks=pytest.mark.slow),
+    pytest.param(False, id="check off", marks=pytest.mark.long),
 ]
 
 
@@ -216,7 +216,7 @@ GRADIENTS = [
         name,
         form,
         state,
-        marks=() if (form, state) == ("varlen", "made inside") else pytest.mark.slow,
+        marks=() if (form, state) == ("varlen", "made inside") else pytest.mark.long,
     )
     for name, form in (("chunk_kda", "dense"), ("chunk_kda", "varlen"), ("kda_prefill", "varlen"))
     for state in ("given", "made inside")
@@ -262,7 +262,7 @@ def test_gradients_in_shard_map_equal_each_device_alone(name, form, state, check
 
 
 # Explicit axes: every operand in turn, cut along an axis of its own. Of the operators that take
-# long to compile, those that are not among QUICK are slow.
+# long to compile, those that are not among QUICK have the marker `long`.
 
 CUTS = [
     *(("packed_decode", "dense", n, axis) for n, axis in (
@@ -300,7 +300,7 @@ QUICK = (("k", 0), ("v", 1), ("v_proj", 1))
 def explicit_cases():
     for name, form, operand, axis in CUTS:
         slow = name in ("chunk_kda", "kda_prefill") and (operand, axis) not in QUICK
-        marks = pytest.mark.slow if slow else ()
+        marks = pytest.mark.long if slow else ()
         yield pytest.param(name, form, operand, axis, marks=marks)
 
 
@@ -326,7 +326,7 @@ def spec_of(x):
     return spec + (None,) * (x.ndim - len(spec))
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("jit in set_mesh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("jit in set_mesh", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "form", "operand", "axis"), list(explicit_cases()))
 def test_explicit_axes_equal_one_device(name, form, operand, axis, mode):
     mesh, x = mesh_of(AxisType.Explicit), operands(name, form)
@@ -394,7 +394,7 @@ def test_an_operand_without_its_first_axis_cuts_no_result_there():
         assert_near(y, w, LIMIT)
 
 
-@pytest.mark.parametrize("form", ["dense", pytest.param("varlen", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["dense", pytest.param("varlen", marks=pytest.mark.long)])
 def test_the_gradient_of_chunk_kda_with_explicit_axes(form):
     mesh, x = mesh_of(AxisType.Explicit), operands("chunk_kda", form)
     floats = {n: jnp.asarray(y) for n, y in x.items() if y.dtype == np.float32}

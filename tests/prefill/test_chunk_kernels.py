@@ -238,7 +238,7 @@ def test_an_operand_that_varies_over_a_mesh_is_seen():
         x["pool"] = jnp.zeros((S, 2, 128, 128))
         return kda_jax.chunk_kda(**x, implementation="mosaic_gpu")[0]
 
-    with pytest.raises(NotImplementedError, match="q varies over a mesh axis"):
+    with pytest.raises(NotImplementedError, match="`q` varies over a mesh axis"):
         jax.shard_map(call, mesh=mesh, in_specs=(heads,), out_specs=P(None, None, "tp"))(x)
 
 
