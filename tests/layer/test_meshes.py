@@ -192,7 +192,11 @@ def states_of(name, table):
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
     ("name", "form", "table", "outs", "state"),
-    [(*case, state) for case in SHARDED for state in states_of(case[0], case[2])],
+    [
+        pytest.param(*case, state, marks=pytest.mark.slow if case[0] == "chunk_kda" else ())
+        for case in SHARDED
+        for state in states_of(case[0], case[2])
+    ],
 )
 def test_shard_map_equals_each_device_alone(name, form, table, outs, state, check):
     mesh, x = mesh_of(AxisType.Auto), operands(name, form)
@@ -210,13 +214,13 @@ def test_shard_map_equals_each_device_alone(name, form, table, outs, state, chec
         assert_near(got, wanted, LIMIT)
 
 
-# Two of them compile fast enough for every run: boundaries, with a state that was made inside.
+# Two of them compile fast enough for CI: boundaries, with a state that was made inside.
 GRADIENTS = [
     pytest.param(
         name,
         form,
         state,
-        marks=() if (form, state) == ("varlen", "made inside") else pytest.mark.long,
+        marks=pytest.mark.slow if (form, state) == ("varlen", "made inside") else pytest.mark.long,
     )
     for name, form in (("chunk_kda", "dense"), ("chunk_kda", "varlen"), ("kda_prefill", "varlen"))
     for state in ("given", "made inside")
@@ -299,8 +303,9 @@ QUICK = (("k", 0), ("v", 1), ("v_proj", 1))
 
 def explicit_cases():
     for name, form, operand, axis in CUTS:
-        slow = name in ("chunk_kda", "kda_prefill") and (operand, axis) not in QUICK
-        marks = pytest.mark.long if slow else ()
+        in_chunks, marks = name in ("chunk_kda", "kda_prefill"), ()
+        if in_chunks:
+            marks = pytest.mark.slow if (operand, axis) in QUICK else pytest.mark.long
         yield pytest.param(name, form, operand, axis, marks=marks)
 
 
@@ -394,7 +399,13 @@ def test_an_operand_without_its_first_axis_cuts_no_result_there():
         assert_near(y, w, LIMIT)
 
 
-@pytest.mark.parametrize("form", ["dense", pytest.param("varlen", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("dense", marks=pytest.mark.slow),
+        pytest.param("varlen", marks=pytest.mark.long),
+    ],
+)
 def test_the_gradient_of_chunk_kda_with_explicit_axes(form):
     mesh, x = mesh_of(AxisType.Explicit), operands("chunk_kda", form)
     floats = {n: jnp.asarray(y) for n, y in x.items() if y.dtype == np.float32}
