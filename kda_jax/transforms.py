@@ -9,7 +9,7 @@ def unfused(arrays):
 
     With a slice of a stacked pool in front of a kernel that updates it in place, and its write-back
     behind it, XLA (JAX 0.11.2, H200) fuses the three and returns wrong states without a word,
-    unless both sides are kept apart: benchmarks/results/nvidia-h200-dynamic-slice-fusion.json. The
+    unless both sides are kept apart (benchmarks/stacked_pools.py repeats it). The
     test of stacked pools fails where this is left out. A slice of any other operand, such as one
     layer's `dt_bias` of a stack, would put the kernel into such a fusion too.
     """
