@@ -104,6 +104,12 @@ class Operands:
 INDICES = ("slots", "sources", "cu_seqlens", "writes")
 
 
+def nothing(static, pool):
+    """`(out, pool)` of a call in which there is nothing to compute."""
+    s = static.sizes
+    return jnp.zeros((s.B, s.T, s.HV, s.V), static.out_dtype), pools.unchanged(pool)
+
+
 def _shape(name, static):
     """The shape of an operand in letters."""
     if static.packed and name in ("q", "k", "v"):

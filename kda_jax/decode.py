@@ -139,8 +139,7 @@ def packed_decode(
         packed=True,
     )
     if static.empty:
-        out = jnp.zeros((sizes.B, 1, sizes.HV, sizes.V), static.out_dtype)
-        return out, pools.unchanged(pool)
+        return call.nothing(static, pool)
     operands = call.Operands(
         q=row,
         k=row,

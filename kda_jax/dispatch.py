@@ -73,7 +73,7 @@ def choose(contract, implementation, sizes, arrays) -> Choice:
         for name in IMPLEMENTATIONS:
             if name == "xla":
                 return Choice("xla")
-            if _backend_obstacle() or (_host_obstacle(contract, name)):
+            if _backend_obstacle() or _host_obstacle(contract, name):
                 continue
             if obstacle(contract, name, sizes, arrays):
                 continue

@@ -112,8 +112,7 @@ def chunk_kda(
         out_dtype=jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype),
     )
     if static.empty:
-        out = jnp.zeros((sizes.B, sizes.T, sizes.HV, sizes.V), static.out_dtype)
-        return out, pools.unchanged(pool)
+        return call.nothing(static, pool)
     operands = call.Operands(
         q=arrays["q"],
         k=arrays["k"],

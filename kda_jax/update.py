@@ -306,11 +306,10 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         raise ContractError(
             f"{contract.name}: `{contract.pool}` may be flat as an array only: make the Ref 4-D"
         )
-    B, T, HV, K, V = sizes.B, sizes.T, sizes.HV, sizes.K, sizes.V
     if static.empty:
-        out = jnp.zeros((B, T, HV, V), static.out_dtype)
-        states = jnp.zeros((B, T, HV, V, K), pool.dtype)
-        return (out, pools.unchanged(pool), states) if returned else (out, pools.unchanged(pool))
+        out, state = call.nothing(static, pool)
+        states = (jnp.zeros((*out.shape, sizes.K), pool.dtype),) if returned else ()
+        return out, state, *states
     slots = pools.as_int32(arrays["slots" if activated else "initial_state_indices"])
     cu_seqlens, writes = map(pools.as_int32, (arrays["cu_seqlens"], writes))
     operands = call.Operands(
@@ -321,7 +320,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         b=arrays[b],
         A_log=arrays.get("A_log"),
         dt_bias=arrays.get("dt_bias"),
-        pool=pool if len(shape) == 4 else jnp.reshape(pool, (sizes.S, HV, V, K)),
+        pool=pool if len(shape) == 4 else jnp.reshape(pool, (sizes.S, sizes.HV, sizes.V, sizes.K)),
         slots=slots,
         sources=_accepted(pools.as_int32(accepted), slots, writes, cu_seqlens),
         cu_seqlens=cu_seqlens,

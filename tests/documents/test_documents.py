@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     path
     for path in sorted(ROOT.glob("**/*.md"))
-    if ".venv" not in path.parts and "```python" in path.read_text()
+    # What is hidden is not the project's: an environment, another checkout.
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    and "```python" in path.read_text()
 ]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.S)
 
