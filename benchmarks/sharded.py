@@ -7,6 +7,8 @@ for copies of the pools. Then, on GPUs: medians by the clock of a layer in a jit
 layers whose pools are donated and cold. `scaling` is one GPU's time over that of all; `all_reduces`
 are those in the text of a loop over `layers` layers, which XLA may have unrolled. `--toy` does all
 this at toy sizes on any backend, and its times mean nothing.
+
+Over 350 lines, since what is timed is what was compared just before.
 """
 
 import argparse
