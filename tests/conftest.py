@@ -42,8 +42,15 @@ def pytest_configure(config):
             raise pytest.UsageError(f"--record: {error}") from None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m takes its choice
 def pytest_collection_modifyitems(items):
+    numbers = Counter()
     for item in items:
+        if sampled := item.get_closest_marker("sampled"):
+            (step,), name = sampled.args, (item.path, item.originalname)
+            if numbers[name] % step:
+                item.add_marker(pytest.mark.long)
+            numbers[name] += 1
         if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("large_pool"):

@@ -123,6 +123,7 @@ def test_numbers_are_static():
         jax.jit(lambda x: kda_jax.KDAConfig(**RIGHT | dict(D=x)) and x)(3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gate_rank", [None, 16])
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_random_weights_of_an_allowed_config_are_the_steps(gate_rank, lower_bound):

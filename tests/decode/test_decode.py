@@ -40,6 +40,7 @@ def test_every_dtype_of_rows_and_pool(implementation, dtype, pool_dtype):
     assert_decodes(implementation, SHAPES["k64_v32"], "softplus", **dtypes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pool_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("implementation", "shape"), RUNS)
 def test_narrow_pools_of_every_shape(implementation, shape, pool_dtype):

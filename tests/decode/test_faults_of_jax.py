@@ -214,6 +214,7 @@ def test_a_stacked_pool_is_right_and_a_list_is_in_place(implementation):
 # Sizes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("K", [1, 2, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256])
 def test_every_K_is_right_or_refused(K):
     for V in (1, 16, 24, 48, 100):

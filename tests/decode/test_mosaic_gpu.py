@@ -83,6 +83,7 @@ def test_a_config_validates_itself(wrong, message):
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("K", "dtype", "pool_dtype"),
     [

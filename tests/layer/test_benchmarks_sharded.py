@@ -19,6 +19,7 @@ import sharded
 on_the_host = pytest.mark.skipif(ON_GPU, reason="needs several devices, at the CPU's compile times")
 
 
+@pytest.mark.long
 @on_the_host
 @pytest.mark.slow
 def test_a_toy_run_over_two_devices():

@@ -55,6 +55,7 @@ def test_prefill_and_decode_meet_a_float64_layer(name):
     assert_near(after.state[4], state, LIMIT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     "T", [65, *(pytest.param(T, marks=pytest.mark.slow) for T in (1, 63, 64, 200))]

@@ -189,6 +189,7 @@ def states_of(name, table):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
     ("name", "form", "table", "outs", "state"),
@@ -331,6 +332,7 @@ def spec_of(x):
     return spec + (None,) * (x.ndim - len(spec))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("jit in set_mesh", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "form", "operand", "axis"), list(explicit_cases()))
 def test_explicit_axes_equal_one_device(name, form, operand, axis, mode):
@@ -497,6 +499,7 @@ def test_a_kernel_beside_an_explicit_cut_is_refused():
             kda_jax.packed_decode(**x | dict(b=b), implementation="mosaic_gpu")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*MANY_TOKENS, *ONE_FORM, "commit", "conv_prefill", "kda_prefill"])
 def test_what_is_not_cut_runs_as_ever(name, monkeypatch):
     """On a mesh of Explicit axes too: nothing is brought anywhere, and the bits are the same."""

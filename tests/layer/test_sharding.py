@@ -67,6 +67,7 @@ def assert_no_gather(step, *arguments):
     assert text.count("all-reduce(") + text.count("all-reduce-start(") == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", [CONFIG, FULL], ids=["low rank", "full rank"])
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=str)
 def test_decode_equals_one_device(shape, names, config):
@@ -90,6 +91,7 @@ def test_decode_equals_one_device(shape, names, config):
     assert_same_bits(state[0], after.state[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=str)
 def test_prefill_equals_one_device(shape, names):
     mesh, (params, cache) = mesh_of(shape, names), layer(CONFIG)

@@ -62,6 +62,7 @@ def test_packed_decode_is_not_timed_with_a_wrong_answer(factors):
         bench.check(scaled(op, *factors), 2, "float32")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["y", "conv", "state"])
 def test_the_layer_is_not_timed_with_a_wrong_answer(what):
@@ -81,6 +82,7 @@ def test_the_layer_is_not_timed_with_a_wrong_answer(what):
         layer_decode.check(wrong, config, 3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("spoiled", [0, 1])
 @pytest.mark.parametrize("factors", [(1.02, 1.0), (1.0, 1.02)])
@@ -95,6 +97,7 @@ def test_prefill_is_not_timed_with_a_wrong_answer(factors, spoiled):
         prefill_times.check(*steps, 70, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["out", "pool", "intermediate"])
 def test_the_update_is_not_timed_with_a_wrong_answer(what):
     op = update_times.update("xla", True)
@@ -178,6 +181,7 @@ def test_a_config_that_no_kernel_asked_for_is_not_timed():
         tuning.check("xla", "float32", 1, 2, 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="runs Pallas's interpreter")
 def test_stacked_pools_at_toy_size():
@@ -189,6 +193,7 @@ def test_stacked_pools_at_toy_size():
     assert not any(row["fused"] for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="a toy's sizes are not for kernels")
 def test_the_memory_checkers_program_at_toy_size(capsys):

@@ -144,6 +144,7 @@ def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
     assert_equals_one_by_one(call, implementation, pool_dtype)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
