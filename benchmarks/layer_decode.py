@@ -39,10 +39,12 @@ def layer(config, B, seed):
     """(cache, (params, slots)) of one layer; the slots lie anywhere in a larger pool, in use."""
     S = B + max(B // 4, 3)
     slots = np.random.default_rng(seed).permutation(S)[:B].astype(np.int32)
-    empty, keys = kda_jax.init_cache(config, S), jax.random.split(jax.random.key(seed + 100))
+    params = kda_jax.init_params(config, jax.random.key(seed))
+    empty = kda_jax.init_cache(config, S, params=params)
+    keys = jax.random.split(jax.random.key(seed + 100))
     conv, state = map(jax.random.normal, keys, (empty.conv.shape, empty.state.shape))
     cache = kda_jax.KDACache(conv.astype(empty.conv.dtype), state)
-    return cache, (kda_jax.init_params(config, jax.random.key(seed)), jnp.asarray(slots))
+    return cache, (params, jnp.asarray(slots))
 
 
 def apart(x, params):

@@ -171,16 +171,22 @@ def layer_step(cut, config, params, *, prefill=False):
 def layer_shapes(config, S):
     """The shapes of a layer's weights and of its cache of S slots."""
     params = jax.eval_shape(functools.partial(kda_jax.init_params, config), jax.random.key(0))
-    return params, jax.eval_shape(lambda: kda_jax.init_cache(config, S))
+    return params, jax.eval_shape(lambda: kda_jax.init_cache(config, S, params=params))
 
 
 def config_of(name, n, toy):
     """A released model's layer, or a toy of the same kind."""
     model = MODELS[name]
     D, heads, K = (32, 2 * n, 32) if toy else (model.hidden_size, model.heads, HEAD_DIMENSION)
-    rank = None if model.output_gate == "g_proj.weight" else K
     return kda_jax.KDAConfig(
-        D=D, H=heads, HV=heads, K=K, V=K, lower_bound=model.lower_bound, gate_rank=rank
+        D=D,
+        H=heads,
+        HV=heads,
+        K=K,
+        V=K,
+        lower_bound=model.lower_bound,
+        gate_rank=None if "g_proj.weight" in model.known_by else K,
+        forget_rank=None if "f_proj.weight" in model.known_by else K,
     )
 
 

@@ -360,7 +360,7 @@ def _layer_calls(kda):
         shape = jax.eval_shape(lambda: kda.init_params(config, jax.random.key(0)))
         scale = np.float32(0.2)
         params = jax.tree.map(lambda x: normal(rng, *x.shape, dtype=dtype) * scale, shape)
-        cache = jax.eval_shape(lambda: kda.init_cache(config, 7))
+        cache = jax.eval_shape(lambda: kda.init_cache(config, 7, conv_dtype=jnp.bfloat16))
         cache = jax.tree.map(lambda x: normal(rng, *x.shape).astype(x.dtype), cache)
         return config, params, cache, rng
 

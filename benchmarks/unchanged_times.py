@@ -117,7 +117,7 @@ def layer(kda, timing, B, layers=4):
     S = B + max(B // 4, 3)
     params = [kda.init_params(config, jax.random.key(n)) for n in range(layers)]
     inputs = [[(p, _slots(B, S, n)) for n, p in enumerate(params)]]
-    caches = [kda.init_cache(config, S) for _ in range(layers)]
+    caches = [kda.init_cache(config, S, conv_dtype=jnp.bfloat16) for _ in range(layers)]
 
     def op(carry, inputs):
         x, caches = carry

@@ -120,7 +120,7 @@ def generate(model, requests, *, slots, temperature, prompt_tokens=256):
         raise ValueError(
             f"a prompt of {longest} tokens does not fit into a prefill of {prompt_tokens}"
         )
-    caches = [kda_jax.init_cache(CONFIG, slots, conv_dtype=jnp.float32) for _ in model["layers"]]
+    caches = [kda_jax.init_cache(CONFIG, slots) for _ in model["layers"]]
     waiting, running, done, decoded = deque(requests), {}, {}, 0
     start = time.perf_counter()
     while waiting or running:

@@ -1,35 +1,31 @@
 """A checkpoint's KDA layers as `KDAParams`: judged by the headers, then read by rank."""
 
 import dataclasses
-import functools
 import itertools
 import math
+import operator
 import sys
-from contextlib import ExitStack, contextmanager
 from os import PathLike
-from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from kda_contracts import (
-    CHECKPOINT,
     FLOATS,
-    BadFileError,
     CheckpointReport,
     ContractError,
     Fault,
     Option,
-    check_checkpoint,
-    find_tensors,
     judge_option,
-    normalize_A_log,
-    normalize_dt_bias,
+    layout_of,
+    numbers_of,
     printable,
-    read_json,
+    survey,
 )
-from kda_jax.weights import KDAConfig, KDAParams, config_from_hf
+from kda_jax import stored
+from kda_jax.weights import KDAConfig, KDAParams
 
 # A tensor's name -> the field of KDAParams, and what makes the one the other. CHECKPOINT says where
 # it is cut.
@@ -41,6 +37,9 @@ FIELDS = {
     "k_conv1d.weight": ("k_conv", "squeeze"),
     "v_conv1d.weight": ("v_conv", "squeeze"),
     "b_proj.weight": ("b_proj", "transpose"),
+    "q_conv1d.bias": ("q_conv_bias", "keep"),
+    "k_conv1d.bias": ("k_conv_bias", "keep"),
+    "v_conv1d.bias": ("v_conv_bias", "keep"),
     "A_log": ("A_log", "normalize"),
     "dt_bias": ("dt_bias", "normalize"),
     "o_norm.weight": ("norm", "keep"),
@@ -51,6 +50,7 @@ FIELDS = {
     "g_a_proj.weight": ("g_down", "transpose"),
     "g_b_proj.weight": ("g_up", "transpose"),
     "g_proj.weight": ("g_up", "transpose"),
+    "f_proj.weight": ("f_up", "transpose"),
     # FLA's own layer
     "f_proj.0.weight": ("f_down", "transpose"),
     "f_proj.1.weight": ("f_up", "transpose"),
@@ -59,7 +59,6 @@ FIELDS = {
     "g_proj.1.bias": ("g_bias", "keep"),
 }
 DTYPE = Option("dtype", "dtype", "dtype of the weights", FLOATS)
-BLOCK = 2**24  # elements that are judged at a time
 
 
 def load_layer(
@@ -74,12 +73,13 @@ def load_layer(
 
     Args:
       path: a safetensors file, or a folder of them as a hub has it, with `config.json` beside it:
-        Kimi-Linear, Kimi-K3, GLM-5.3 or FLA's own layer.
+        Kimi-Linear, Kimi-K3, GLM-5.3, Ling-3.0 or FLA's own layer, as released or as transformers
+        writes them.
       layer: the layer's number in the tensors' names.
       rank: 0 to `ranks - 1`. ranks: ranks that the heads are split over; only this rank's part of
         the file is read.
-      dtype: of the weights, a float one; None keeps each tensor's own. A_log and dt_bias are
-        float32.
+      dtype: of the weights, a float one; None keeps each tensor's own, and makes bfloat16 of FP8
+        weights, which are expanded by their scales. A_log and dt_bias are float32.
 
     Returns:
       `(KDAConfig, KDAParams)`: the config of the whole model, and the rank's weights, on JAX's
@@ -166,141 +166,115 @@ def check_values(
     ...     check_values(folder).layers[0].notes
     ('A_log is (128,): normalize_A_log gives (96,), its tail of 32 is zero',)
     """
-    report = check_checkpoint(path, tp=tp)
-    with _opened(path) as file_of:
-        layers = [
-            _judge_values(file_of, layer, report.sizes, every)
-            for layer in _shown(report.layers, "judging", progress)
+    found = survey(path, tp)
+    with stored.opened(found) as read:
+        judged = [
+            _judge_values(read, layer, tensors, found.report.sizes, every)
+            for layer, tensors in _shown(_pairs(found), "judging", progress)
         ]
-    return dataclasses.replace(report, layers=tuple(layers))
+    return dataclasses.replace(found.report, layers=tuple(judged))
 
 
 def _load(path, wanted, rank, ranks, dtype, progress):
     """The config, and {layer: KDAParams} of all layers, or of the one that is wanted."""
     if dtype is not None and (fault := judge_option("dtype", DTYPE, dtype)):
         raise ContractError(f"`dtype` must be {fault[0]} (got {fault[1]})")
-    report = check_checkpoint(path, tp=ranks)
-    layers = _chosen(report, wanted)
+    rank, ranks = _whole("rank", rank), _whole("ranks", ranks)
+    found = survey(path, ranks)
+    chosen = _chosen(found, wanted)
     if not 0 <= rank < ranks:
         raise ContractError(f"`rank` must be 0 to {ranks - 1} (got {rank})")
-    with _opened(path) as file_of:
+    with stored.opened(found) as read:
         loaded = {
-            layer.index: _read_layer(file_of, layer, report.sizes, rank, ranks, dtype)
-            for layer in _shown(layers, "loading", progress)
+            layer.index: _read_layer(read, layer, tensors, found.report.sizes, rank, ranks, dtype)
+            for layer, tensors in _shown(chosen, "loading", progress)
         }
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    config = config_from_hf(read_json(folder / "config.json"))
-    # Not every release's config says which output gate it has; the tensors do.
-    low_rank = loaded[layers[0].index].g_down is not None
-    return dataclasses.replace(config, gate_rank=config.V if low_rank else None), loaded
+    # Not every release's config says which gates it has; the tensors do.
+    first = loaded[chosen[0][0].index]
+    numbers: dict[str, Any] = numbers_of(found.model) | dict(
+        gate_rank=None if first.g_down is None else found.model.sizes["V"],
+        forget_rank=None if first.f_down is None else first.f_down.shape[1],
+        conv_bias=first.q_conv_bias is not None,
+    )
+    return KDAConfig(**numbers), loaded
 
 
-def _chosen(report, wanted):
-    """The layers to load, which meet the contract."""
-    layers = [layer for layer in report.layers if wanted is None or layer.index == wanted]
+def _whole(name, x):
+    """A whole number that a caller gave."""
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
+        raise ContractError(f"`{name}` must be a whole number (got {type(x).__name__} {x!r:.60})")
+    return operator.index(x)
+
+
+def _pairs(found):
+    """The layers of a report, each with its tensors' sources."""
+    return list(zip(found.report.layers, found.sources, strict=True))
+
+
+def _chosen(found, wanted):
+    """The layers to load, with their sources; they meet the contract."""
+    report, wanted = found.report, None if wanted is None else _whole("layer", wanted)
+    chosen = [pair for pair in _pairs(found) if wanted is None or pair[0].index == wanted]
+    layers = tuple(layer for layer, _ in chosen)
     if report.layers and not layers:
-        known = ", ".join(str(layer.index) for layer in report.layers)
-        raise ContractError(f"{report.path}: layer {wanted} is no KDA layer; those are {known}")
+        known = ", ".join(str(layer.index) for layer in report.layers[:100])
+        raise ContractError(
+            f"{report.path}: layer {wanted} is not a KDA layer; the KDA layers are {known}"
+        )
     if report.faults or any(layer.faults for layer in layers):
-        raise ContractError(str(dataclasses.replace(report, layers=tuple(layers))))
+        raise ContractError(str(dataclasses.replace(report, layers=layers)))
     for one, other in itertools.pairwise(layers):  # they are sorted
         if one.index == other.index:
             names = f"{one.prefix} and {other.prefix}"
             raise ContractError(
                 f"{report.path}: two layers have the number {one.index}: {printable(names)}"
             )
-    return layers
+        if one.layout != other.layout:
+            raise ContractError(
+                f"{report.path}: layer {one.index} has the layout {one.layout!r}, and layer "
+                f"{other.index} {other.layout!r}: load them one by one"
+            )
+    return chosen
 
 
-@contextmanager
-def _opened(path):
-    """A function from a tensor's name to its file; each is opened once."""
-    try:
-        from safetensors import SafetensorError, safe_open  # an extra
-    except ImportError as error:
-        raise ImportError(
-            "reading weights needs safetensors: install kda-jax with the extra `checkpoint`"
-        ) from error
-    files = find_tensors(path)
-    with ExitStack() as stack:
-
-        @functools.cache
-        def opened(file):
-            return stack.enter_context(safe_open(file, framework="numpy"))
-
-        try:
-            yield lambda name: opened(files[name][0])
-        except SafetensorError as error:
-            raise BadFileError(path, f"safetensors cannot read it: {error}") from error
-
-
-def _read_layer(file_of, layer, sizes, rank, ranks, dtype):
-    fields = {}
-    for tensor in _tensors(layer):
+def _read_layer(read, layer, tensors, sizes, rank, ranks, dtype):
+    fields: dict[str, Any] = {"f_down": None}
+    layout = layout_of(layer)
+    for tensor in layout.tensors if layout else ():
+        if tensor.name not in tensors:
+            continue  # one that may be missing
         field, how = FIELDS[tensor.name]
-        name = f"{layer.prefix}.{tensor.name}"
-        part = _read_part(file_of(name), name, tensor, how, sizes, rank, ranks)
+        part = stored.read_part(read, tensors[tensor.name], tensor, how, sizes, rank, ranks, dtype)
         fields[field] = jnp.asarray(
             part, part.dtype if how == "normalize" or dtype is None else dtype
         )
     return KDAParams(**fields)
 
 
-def _read_part(file, name, tensor, how, sizes, rank, ranks):
-    """A rank's part of one tensor, as NumPy, in the form that KDAParams wants."""
-
-    def part(x, shape):
-        if tensor.cut is None:
-            return x[:]
-        width = shape[tensor.cut] // ranks
-        return x[(slice(None),) * tensor.cut + (slice(rank * width, (rank + 1) * width),)]
-
-    if how == "normalize":  # small, and may be padded: whole first
-        try:
-            x = _normalized(file, name, tensor, sizes)
-        except ContractError as error:
-            raise ContractError(f"{printable(name)}: {error}") from None
-        return part(x, x.shape)
-    x = part(file.get_slice(name), tensor.shape(sizes))
-    if how == "transpose":
-        return x.T
-    return x[:, 0] if how == "squeeze" else x
-
-
-def _normalized(file, name, tensor, sizes):
-    """All of A_log or dt_bias, in float32."""
-    x = file.get_tensor(name).astype(np.float32)
-    if tensor.name == "A_log":
-        return normalize_A_log(x, sizes["HV"])
-    return normalize_dt_bias(x, sizes["HV"], sizes["K"])
-
-
-def _judge_values(file_of, layer, sizes, every):
+def _judge_values(read, layer, tensors, sizes, every):
     """The layer's report with the faults of values.
 
     A tensor whose header is at fault is not read.
     """
-    faulty = {fault.tensor for fault in layer.faults}
+    faulty, layout = {fault.tensor for fault in layer.faults}, layout_of(layer)
     found = []
-    for tensor in _tensors(layer):
+    for tensor in layout.tensors if layout else ():
         normalized = FIELDS[tensor.name][1] == "normalize"
-        if tensor.name not in faulty and (normalized or every):
-            name = f"{layer.prefix}.{tensor.name}"
-            found.append(_value_fault(file_of(name), name, tensor, normalized, sizes))
+        if tensor.name in tensors and tensor.name not in faulty and (normalized or every):
+            found.append(_value_fault(read, tensors[tensor.name], tensor, normalized, sizes))
     notes = layer.notes
     if not any(fault and fault.tensor == "A_log" for fault in found):
         notes = tuple(note.replace("is judged when it is loaded", "is zero") for note in notes)
     return dataclasses.replace(layer, notes=notes, faults=(*layer.faults, *filter(None, found)))
 
 
-def _value_fault(file, name, tensor, normalized, sizes):
+def _value_fault(read, source, tensor, normalized, sizes):
     """What is wrong with one tensor's values, or None."""
+    name = source.name
     try:
-        blocks = (
-            [_normalized(file, name, tensor, sizes)]
-            if normalized
-            else _blocks(file.get_slice(name))
-        )
+        blocks = stored.blocks(read, source)
+        if normalized:
+            blocks = [stored.normalized(read, source, tensor, sizes)]
     except ContractError as error:  # the tail of a padded A_log
         message, _, cure = str(error).partition(". ")
         return Fault(tensor.name, message.replace(f"`{tensor.name}`", f"`{name}`"), cure)
@@ -318,21 +292,9 @@ def _value_fault(file, name, tensor, normalized, sizes):
     if not wrong:
         return None
     allowed = "finite or -inf" if tensor.name == "A_log" else "finite"
-    count = f"{wrong} value{'s' * (wrong != 1)} of {math.prod(tensor.shape(sizes))}"
+    count = f"{wrong} value{'s' * (wrong != 1)} of {math.prod(source.array.shape)}"
     cure = "a damaged file, or a model that diverged: compare its checksum with the release's"
     return Fault(tensor.name, f"`{name}` must be {allowed} (got {first}, {count})", cure)
-
-
-def _blocks(x):
-    """A tensor's rows, a block at a time."""
-    rows, *rest = x.get_shape()
-    step = max(1, BLOCK // max(1, math.prod(rest)))
-    return (x[start : min(start + step, rows)] for start in range(0, rows, step))
-
-
-def _tensors(layer):
-    """The tensors of a layer's layout; none where it is unknown."""
-    return next((layout.tensors for layout in CHECKPOINT if layout.name == layer.layout), ())
 
 
 def _shown(layers, doing, progress):

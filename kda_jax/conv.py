@@ -13,7 +13,9 @@ from kda_jax.gates import differentiable_sigmoid
 from kda_jax.sequences import owners
 
 
-def conv_decode(x: Array, weight: Array, pool: Pool, slots: Array) -> tuple[jax.Array, jax.Array]:
+def conv_decode(
+    x: Array, weight: Array, pool: Pool, slots: Array, *, bias: Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """One token of each row, convolved with the last W-1 inputs of its slot, and SiLU.
 
     The slot's inputs move on by one. Sums are float32.
@@ -25,6 +27,7 @@ def conv_decode(x: Array, weight: Array, pool: Pool, slots: Array) -> tuple[jax.
         `jax.Ref`.
       slots: `[B]` integer; the slot of each row. Outside `[0, S)`: a padded row, whose output is
         zero and for which nothing moves. Two live rows may not share a slot.
+      bias: None, or `[C]` float; added before SiLU.
 
     Returns:
       `(y, pool)`: `[B, C]` in x's dtype, and the updated pool in its own; None for a Ref.
@@ -43,18 +46,19 @@ def conv_decode(x: Array, weight: Array, pool: Pool, slots: Array) -> tuple[jax.
     >>> float(y[0, 0]), pool.tolist()
     (42.0, [[[4.0]]])
     """
-    arrays = dict(x=x, weight=weight, pool=pool, slots=slots)
+    arrays = dict(x=x, weight=weight, pool=pool, slots=slots, bias=bias)
     arrays, _ = call.taken(CONV_DECODE, arrays)
     if call.is_cut(arrays):
         specs = call.result_cuts(CONV_DECODE, arrays)
         return call.in_auto_axes(conv_decode, CONV_DECODE.name, arrays, specs)
-    return one_token(*map(arrays.get, ("x", "weight", "pool")), pools.as_int32(arrays["slots"]))
+    slots = pools.as_int32(arrays["slots"])
+    return one_token(*map(arrays.get, ("x", "weight", "pool")), slots, arrays["bias"])
 
 
 @jax.jit
-def one_token(x, weight, pool, slots):
+def one_token(x, weight, pool, slots, bias=None):
     """What `conv_decode` does, after its contract; the slots are int32."""
-    state, slots = pools.opened(pool, slots, x, weight)
+    state, slots = pools.opened(pool, slots, x, weight, bias)
     S = state.shape[0]
     if S == 0:
         return jnp.zeros_like(x), pools.unchanged(pool)
@@ -68,6 +72,8 @@ def one_token(x, weight, pool, slots):
         tap.astype(jnp.float32) * column[None]
         for tap, column in zip(taps, weight.astype(jnp.float32).T, strict=True)
     )
+    if bias is not None:
+        y = jnp.where(live[:, None], y + bias.astype(jnp.float32)[None], 0)
     y = _silu(y).astype(x.dtype)
     y, *newest = jax.lax.optimization_barrier((y, *(tap.astype(state.dtype) for tap in taps[1:])))
     if newest:
@@ -83,6 +89,7 @@ def conv_prefill(
     cu_seqlens: Array,
     *,
     sources: Array | None = None,
+    bias: Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """All tokens of sequences that lie end to end, convolved with those before them, and SiLU.
 
@@ -100,6 +107,7 @@ def conv_prefill(
         `cu_seqlens[n+1] - 1` (`validate_cu_seqlens` checks the values on the host).
       sources: None, or `[N]` integer; the slots whose inputs are continued. Outside `[0, S)`:
         zeros, a fresh sequence.
+      bias: None, or `[C]` float; added before SiLU.
 
     Returns:
       `(y, pool)`: `[T, C]` in x's dtype, and the updated pool in its own; None for a Ref. A token
@@ -119,20 +127,26 @@ def conv_prefill(
     ([42.0, 54.0], [[[5.0]]])
     """
     arrays = dict(
-        x=x, weight=weight, pool=pool, slots=slots, cu_seqlens=cu_seqlens, sources=sources
+        x=x,
+        weight=weight,
+        pool=pool,
+        slots=slots,
+        cu_seqlens=cu_seqlens,
+        sources=sources,
+        bias=bias,
     )
     arrays, _ = call.taken(CONV_PREFILL, arrays)
     if call.is_cut(arrays):
         specs = call.result_cuts(CONV_PREFILL, arrays)
         return call.in_auto_axes(conv_prefill, CONV_PREFILL.name, arrays, specs)
     indices = (pools.as_int32(arrays[name]) for name in ("slots", "cu_seqlens", "sources"))
-    return all_tokens(*map(arrays.get, ("x", "weight", "pool")), *indices)
+    return all_tokens(*map(arrays.get, ("x", "weight", "pool")), *indices, arrays["bias"])
 
 
 @jax.jit
-def all_tokens(x, weight, pool, slots, cu_seqlens, sources):
+def all_tokens(x, weight, pool, slots, cu_seqlens, sources, bias=None):
     """What `conv_prefill` does, after its contract; all indices are int32."""
-    state, slots = pools.opened(pool, slots, x, weight, cu_seqlens, sources)
+    state, slots = pools.opened(pool, slots, x, weight, cu_seqlens, sources, bias)
     (T, C), W, S = x.shape, weight.shape[1], state.shape[0]
     if 0 in (T, S, slots.shape[0]):
         return jnp.zeros_like(x), pools.unchanged(pool)
@@ -156,6 +170,8 @@ def all_tokens(x, weight, pool, slots, cu_seqlens, sources):
         carried = (past[:, :, first:].astype(f32) * weights[None, :, : W - 1 - first]).sum(-1)
         token = jnp.where(length > first, start + first, T)
         y = y.at[token].add(carried, mode="drop")
+    if bias is not None:
+        y = y + bias.astype(f32)[None]
     y = jnp.where(held, _silu(y), 0).astype(x.dtype)
 
     # The last W-1 inputs of each sequence, from x where it is long enough, else from the slot.

@@ -25,6 +25,7 @@ def packed_decode(
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
@@ -68,6 +69,7 @@ def packed_decode(
       lower_bound: None for the softplus gate (Kimi-Linear), or a static finite number < 0 for the
         safe gate (-5.0 in Kimi-K3 and GLM-5.3). It belongs to the checkpoint; it is no tuning
         switch.
+      allow_neg_eigval: whether beta is doubled, to `(0, 2)`. It belongs to the checkpoint too.
       out_dtype: dtype of `out`; None is that of `mixed_qkv`.
       implementation: "auto", "mosaic_gpu", "triton" or "xla". A named one runs or raises; "auto"
         takes the first that can run on the default backend (`explain` tells which, and why not the
@@ -121,6 +123,7 @@ def packed_decode(
         scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         lower_bound=lower_bound,
+        allow_neg_eigval=allow_neg_eigval,
     )
     arrays, sizes = call.taken(PACKED_DECODE, arrays, **gate, out_dtype=out_dtype)
     choice = dispatch.choose(PACKED_DECODE, implementation, sizes, arrays)

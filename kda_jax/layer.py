@@ -14,6 +14,7 @@ from kda_jax.sequences import owners
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters, require_containers
 
 WEIGHTS = tuple(field.name for field in dataclasses.fields(KDAParams))
+CONV_BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
 
 
 def kda_decode(
@@ -76,7 +77,9 @@ def kda_decode(
         # The kernels pass over padded rows, whatever they hold. XLA's gather does not, nor its
         # derivatives.
         x = _masked(x, live)
-    mixed_qkv, window = conv.one_token(_project(params, x), _kernels(params), cache.conv, slots)
+    mixed_qkv, window = conv.one_token(
+        _project(params, x), _kernels(params), cache.conv, slots, _biases(params)
+    )
     out, state = packed_decode(
         mixed_qkv,
         _forget(params, x),
@@ -87,6 +90,7 @@ def kda_decode(
         slots,
         use_qk_l2norm_in_kernel=True,
         lower_bound=config.lower_bound,
+        allow_neg_eigval=config.allow_neg_eigval,
         implementation=choice.name,
     )
     return _output(params, x, out[:, 0], live, config)[:B], KDACache(window, state)
@@ -155,10 +159,16 @@ def kda_prefill(
     live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
     x = _masked(x, live)
     mixed, window = conv.all_tokens(
-        _project(params, x), _kernels(params), cache.conv, slots, cu_seqlens, sources
+        _project(params, x),
+        _kernels(params),
+        cache.conv,
+        slots,
+        cu_seqlens,
+        sources,
+        _biases(params),
     )
     q, k, v = jnp.split(mixed, [H * K, 2 * H * K], axis=1)
-    maths = Maths(1.0, True, config.lower_bound)
+    maths = Maths(1.0, True, config.lower_bound, allow_neg_eigval=config.allow_neg_eigval)
     f32 = jnp.float32
     log_decay, beta = gates.decay_and_beta(
         _forget(params, x).astype(f32).reshape(1, T, HV, K),
@@ -185,18 +195,31 @@ def kda_prefill(
 
 
 def _judge(contract, params, config, operands):
-    """The sizes of a step, or a ContractError. The output gate's weights are judged together."""
+    """The sizes of a step, or a ContractError. A gate's two weights are judged together, and the
+    convolution's biases.
+    """
     local = letters(config, params)
-    values = local["HV"] * local["V"]
     statics = dict(lower_bound=config.lower_bound, norm_eps=config.norm_eps)
     sizes = check(contract, local, **operands, **statics)
-    rows, letter = (config.D, "D") if params.g_down is None else (config.V, "V")
-    if params.g_up.shape[0] != rows:
-        beside = "without" if params.g_down is None else "beside"
-        raise ContractError(
-            f"{contract.name}: `g_up` must be [{letter}, HV*V] = ({rows}, {values}) "
-            f"{beside} a `g_down` (got {params.g_up.shape})"
-        )
+    gates_of = (
+        ("f", params.f_down, params.f_up, "R", "HV*K", local["HV"] * local["K"]),
+        ("g", params.g_down, params.g_up, "V", "HV*V", local["HV"] * local["V"]),
+    )
+    for name, down, up, rank, axis, columns in gates_of:
+        rows, letter = (config.D, "D") if down is None else (down.shape[1], rank)
+        if up.shape[0] != rows:
+            beside = "without" if down is None else "beside"
+            raise ContractError(
+                f"{contract.name}: `{name}_up` must be [{letter}, {axis}] = ({rows}, {columns}) "
+                f"{beside} a `{name}_down` (got {up.shape})"
+            )
+    for name in CONV_BIASES:
+        if (getattr(params, name) is None) == config.conv_bias:
+            wanted = "an array, as" if config.conv_bias else "None, as"
+            raise ContractError(
+                f"{contract.name}: `{name}` must be {wanted} config.conv_bias is "
+                f"{config.conv_bias} (got {'None' if config.conv_bias else 'an array'})"
+            )
     return sizes
 
 
@@ -248,9 +271,15 @@ def _kernels(params):
     )
 
 
+def _biases(params):
+    """`[2*H*K+HV*V]`: the bias of the convolution, or None."""
+    biases = [getattr(params, name) for name in CONV_BIASES]
+    return None if biases[0] is None else jnp.concatenate([x.astype(jnp.float32) for x in biases])
+
+
 def _forget(params, x):
     """`[..., HV*K]`: the raw input of the forget gate."""
-    return _times(_times(x, params.f_down), params.f_up)
+    return _times(x if params.f_down is None else _times(x, params.f_down), params.f_up)
 
 
 def _output(params, x, out, live, config):

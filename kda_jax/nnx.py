@@ -30,7 +30,7 @@ class KDALayer(nnx.Module):
 
     >>> import jax, jax.numpy as jnp
     >>> layer = KDALayer(KDAConfig(D=16, H=1, HV=2, K=8, V=4), rngs=nnx.Rngs(0), dtype=jnp.float32)
-    >>> cache = layer.init_cache(3, conv_dtype=jnp.float32)
+    >>> cache = layer.init_cache(3)
     >>> x, slots = jnp.ones((2, 16)), jnp.array([2, -1])
     >>> step = nnx.jit(lambda layer, cache: layer.decode(x, cache, slots))
     >>> y, cache = step(layer, cache)
@@ -65,8 +65,8 @@ class KDALayer(nnx.Module):
         return KDAParams(**weights)
 
     def init_cache(self, num_slots: int, **options: Any) -> KDACache:
-        """As `kda_jax.init_cache`."""
-        return init_cache(self.config, num_slots, **options)
+        """As `kda_jax.init_cache`, for these weights."""
+        return init_cache(self.config, num_slots, params=self.params, **options)
 
     def decode(
         self, x: Array, cache: KDACache, slots: Array, *, implementation: Implementation = "auto"

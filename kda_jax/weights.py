@@ -24,12 +24,17 @@ def _form(x):
     return f"{x!r:.60}"
 
 
+LOW_RANK: Any = "K"  # of a forget gate whose rank is not given: the released models' own
+
+
 @dataclass(frozen=True)
 class KDAConfig:
     """The static numbers of a KDA layer, by the letters of the legend, judged when it is made.
 
-    `lower_bound`: None for the softplus gate, else that of the safe gate. `gate_rank`: V for an
-    output gate of low rank, None for a full one. A wrong number is a ContractError.
+    `lower_bound`: None for the softplus gate, else that of the safe gate. `allow_neg_eigval`:
+    whether beta is doubled, to (0, 2). `conv_bias`: whether the convolution has a bias.
+    `gate_rank`: V for an output gate of low rank, None for a full one. `forget_rank`: the same for
+    the forget gate; left out, it is K. A wrong number is a ContractError.
     """
 
     D: int
@@ -41,9 +46,15 @@ class KDAConfig:
     lower_bound: float | None = None
     norm_eps: float = 1e-5
     gate_rank: int | None = None
+    forget_rank: int | None = LOW_RANK
+    allow_neg_eigval: bool = False
+    conv_bias: bool = False
 
     def __post_init__(self):
-        check(KDA_CONFIG, **vars(self))
+        left_out = self.forget_rank == LOW_RANK
+        check(KDA_CONFIG, **vars(self) | (dict(forget_rank=None) if left_out else {}))
+        if left_out:
+            object.__setattr__(self, "forget_rank", self.K)
 
     @property
     def channels(self):
@@ -58,8 +69,9 @@ class KDAParams:
 
     `A_log` and `dt_bias` are best in float32.
 
-    `g_down` is None for an output gate of full rank, whose weight is `g_up`. `g_bias` may be None:
-    FLA's own layer has it, and the released models do not.
+    `g_down` is None for an output gate of full rank, whose weight is `g_up`; so are `f_down` and
+    `f_up` of the forget gate. `g_bias` may be None: FLA's own layer has it, and the released models
+    do not. The convolution's three biases are all there or all None.
     """
 
     q_proj: jax.Array  # [D, H*K]
@@ -69,8 +81,8 @@ class KDAParams:
     k_conv: jax.Array  # [H*K, W]
     v_conv: jax.Array  # [HV*V, W]
     # R is V in FLA's layer, and K in the released ones, which have K = V.
-    f_down: jax.Array  # [D, R]
-    f_up: jax.Array  # [R, HV*K]
+    f_down: jax.Array | None  # [D, R]
+    f_up: jax.Array  # [R, HV*K], or [D, HV*K] for a full rank
     b_proj: jax.Array  # [D, HV]
     A_log: jax.Array  # [HV]
     dt_bias: jax.Array  # [HV*K]
@@ -79,6 +91,9 @@ class KDAParams:
     o_proj: jax.Array  # [HV*V, D]
     g_down: jax.Array | None = None  # [D, V]
     g_bias: jax.Array | None = None  # [HV*V]
+    q_conv_bias: jax.Array | None = None  # [H*K]
+    k_conv_bias: jax.Array | None = None  # [H*K]
+    v_conv_bias: jax.Array | None = None  # [HV*V]
 
     __repr__ = _shown
 
@@ -126,13 +141,15 @@ def config_from_hf(config: dict[str, Any]) -> KDAConfig:
 
     Args:
       config: what `config.json` holds, a dict: Kimi-Linear, Kimi-K3 or GLM-5.3 (with
-        `linear_attn_config`, also inside `text_config`), or FLA's (`model_type` "kda").
+        `linear_attn_config`, or flat as transformers writes them, also inside `text_config`),
+        Ling-3.0, or FLA's (`model_type` "kda").
 
     Returns:
       `KDAConfig`.
 
     Raises:
-      BadFileError: it is no KDA model's config, or a number is missing or wrong.
+      BadFileError: it is no KDA model's config, a number is missing or wrong, or a key asks for a
+        layer that is not built here (`use_short_conv` false, say).
 
     >>> linear = dict(num_heads=32, head_dim=128, short_conv_kernel_size=4, kda_layers=[1, 2, 3])
     >>> model = dict(hidden_size=2304, rms_norm_eps=1e-5, linear_attn_config=linear)
@@ -146,18 +163,22 @@ def init_cache(
     config: KDAConfig,
     num_slots: int,
     *,
+    params: KDAParams | None = None,
     ranks: int = 1,
     state_dtype: DTypeLike = jnp.float32,
-    conv_dtype: DTypeLike = jnp.bfloat16,
+    conv_dtype: DTypeLike | None = None,
 ) -> KDACache:
     """An empty cache: zeros, which are a fresh request's state.
 
     Args:
       config: the layer's.
       num_slots: S.
+      params: the layer's weights, arrays or shapes; only their dtype is read.
       ranks: of tensor parallelism; the cache is one rank's, with its part of the heads.
       state_dtype: of the recurrent states.
-      conv_dtype: of the convolution's inputs, best the activations' own.
+      conv_dtype: of the convolution's inputs. None is that of the projections in `params`, and
+        float32 without them: a cache that is narrower than the activations rounds them, and a
+        prefill in pieces differs from one at once (6e-4 of a float32 layer's output in bfloat16).
 
     Returns:
       `KDACache`: `conv` `[S, 2*H*K+HV*V, W-1]`, `state` `[S, HV, V, K]`.
@@ -171,6 +192,8 @@ def init_cache(
     """
     H, HV = split_heads(config.H, config.HV, ranks)
     c = dataclasses.replace(config, H=H, HV=HV)
+    if conv_dtype is None:
+        conv_dtype = jnp.float32 if params is None else params.q_proj.dtype
     return KDACache(
         conv=jnp.zeros((num_slots, c.channels, c.W - 1), conv_dtype),
         state=jnp.zeros((num_slots, c.HV, c.V, c.K), state_dtype),
@@ -212,6 +235,12 @@ def init_params(
             dtype
         )
 
+    def bias(channels, number):
+        if not c.conv_bias:
+            return None
+        drawn = jax.random.normal(jax.random.fold_in(key, number), (channels,), jnp.float32)
+        return (drawn * 0.1).astype(dtype)
+
     keys_wide, values_wide = c.H * c.K, c.HV * c.V
     low_rank = c.gate_rank is not None
     return KDAParams(
@@ -221,8 +250,8 @@ def init_params(
         q_conv=kernel(keys_wide),
         k_conv=kernel(keys_wide),
         v_conv=kernel(values_wide),
-        f_down=normal(c.D, c.K),
-        f_up=normal(c.K, c.HV * c.K),
+        f_down=None if c.forget_rank is None else normal(c.D, c.forget_rank),
+        f_up=normal(c.forget_rank or c.D, c.HV * c.K),
         b_proj=normal(c.D, c.HV),
         A_log=jnp.log(
             jax.random.uniform(next(keys), (c.HV,), jnp.float32, minval=1.0, maxval=16.0)
@@ -232,4 +261,7 @@ def init_params(
         g_up=normal(c.gate_rank or c.D, values_wide),
         norm=jnp.ones(c.V, dtype),
         o_proj=normal(values_wide, c.D),
+        q_conv_bias=bias(keys_wide, 0),
+        k_conv_bias=bias(keys_wide, 1),
+        v_conv_bias=bias(values_wide, 2),
     )

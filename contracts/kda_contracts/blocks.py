@@ -23,6 +23,7 @@ def _rules(ranked, shaped):
 
 _WEIGHT = Operand("weight", "C W", FLOATS, "the taps; the last column meets the newest input")
 _POOL = Operand("pool", "S C W-1", FLOATS, "the last inputs of each slot, oldest first")
+_BIAS = Operand("bias", "C", FLOATS, "added before SiLU", required=False)
 
 CONV_DECODE = Contract(
     name="kda_jax.conv_decode",
@@ -31,13 +32,14 @@ CONV_DECODE = Contract(
         _WEIGHT,
         _POOL,
         Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+        _BIAS,
     ),
     results=(
         Operand("y", "B C", FLOATS, "the convolved channels, after SiLU"),
         replace(_POOL, meaning="the updated pool"),
     ),
     options=(),
-    rules=_rules("x weight pool slots", "weight pool slots"),
+    rules=_rules("x weight pool slots bias", "weight pool slots bias"),
     pool="pool",
     anchor="x",
     sizes_from=("x", "weight", "pool"),
@@ -58,13 +60,16 @@ CONV_PREFILL = Contract(
             "slot that a sequence continues; outside [0, S): nothing",
             required=False,
         ),
+        _BIAS,
     ),
     results=(
         Operand("y", "T C", FLOATS, "the convolved channels, after SiLU"),
         replace(_POOL, meaning="the updated pool"),
     ),
     options=(),
-    rules=_rules("x weight pool slots cu_seqlens sources", "weight pool cu_seqlens sources"),
+    rules=_rules(
+        "x weight pool slots cu_seqlens sources bias", "weight pool cu_seqlens sources bias"
+    ),
     pool="pool",
     anchor="x",
     sizes_from=("x", "weight", "pool", "slots"),

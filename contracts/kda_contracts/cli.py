@@ -4,11 +4,15 @@ The command's parser serves other commands too.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import sys
+from typing import Any
 
 from kda_contracts.checkpoint import check_checkpoint
+from kda_contracts.judge import ContractError
 from kda_contracts.safetensors_header import BadFileError
 from kda_contracts.version import __version__
 
@@ -24,8 +28,7 @@ def main(arguments=None):
     parser.add_argument("--version", action="version", version=f"kda-contracts {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_check(commands)
-    options = parse_command(parser, commands, arguments)
-    return options.run(options)
+    return run_command(parse_command(parser, commands, arguments))
 
 
 def kda_jax(arguments=None):
@@ -41,11 +44,37 @@ def kda_jax(arguments=None):
         parser = argparse.ArgumentParser(prog="kda-jax")
         commands = parser.add_subparsers(dest="command", required=True)
         add_check(commands)
-        options = parse_command(parser, commands, arguments)
-        return options.run(options)
+        return run_command(parse_command(parser, commands, arguments))
     from kda_jax.tools.cli import main
 
     return main(arguments)
+
+
+class _Unbroken:
+    """A stream whose reader may leave (`| head -1`): what comes after is dropped."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            written = self.stream.write(text)
+            self.stream.flush()
+        except BrokenPipeError:
+            # Python flushes it again when it ends, and would complain then.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            return len(text)
+        return written
+
+
+def run_command(options):
+    """Runs a parsed command, and returns its exit code, whether or not its output is read."""
+    stream: Any = _Unbroken(sys.stdout)
+    with contextlib.redirect_stdout(stream):
+        return options.run(options)
 
 
 def parse_command(parser, commands, arguments=None):
@@ -104,7 +133,7 @@ def _check(options):
     judge = options.by_values if options.values else _by_headers
     try:
         report = judge(options)
-    except (BadFileError, ImportError) as error:
+    except (BadFileError, ContractError, ImportError) as error:
         if options.json:
             print(json.dumps({"ok": False, "error": str(error)}))
         else:

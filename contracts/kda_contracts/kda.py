@@ -41,6 +41,7 @@ PACKED_DECODE = Contract(
         Option("scale", "positive", "factor on q"),
         Option("use_qk_l2norm_in_kernel", "flag", "whether q and k are l2-normalized first"),
         Option("lower_bound", "negative", "lower bound of the log decay (safe gate)"),
+        Option("allow_neg_eigval", "flag", "whether beta is doubled, to (0, 2)"),
         Option("out_dtype", "dtype", "dtype of out", FLOATS),
     ),
     # The first lines are SGLang's own if it has the check, so that a search for one ends here.
@@ -113,7 +114,7 @@ PACKED_DECODE = Contract(
         ),
         Rule(
             "option",
-            "scale lower_bound use_qk_l2norm_in_kernel",
+            "scale lower_bound use_qk_l2norm_in_kernel allow_neg_eigval",
             "`{argument}` must be {allowed} (got {got}).",
         ),
         Rule(

@@ -19,12 +19,15 @@ KDA_CONFIG = Contract(
         *(Option(letter, "size", AXES[letter], required=True) for letter in "KVW"),
         LOWER_BOUND,
         NORM_EPS,
+        Option("allow_neg_eigval", "flag", "whether beta is doubled, to (0, 2)", required=True),
+        Option("conv_bias", "flag", "whether the convolution has a bias", required=True),
         Option("gate_rank", "size", "rank of the output gate's two projections; None: full rank"),
+        Option("forget_rank", "size", "rank of the forget gate's two projections; None: full rank"),
     ),
     rules=(
         Rule(
             "option",
-            "D H HV K V W lower_bound norm_eps gate_rank",
+            "D H HV K V W lower_bound norm_eps allow_neg_eigval conv_bias gate_rank forget_rank",
             "`{argument}` must be {allowed} (got {got}).",
         ),
         Rule("multiple", "HV", "`HV` must be a multiple of H={wanted} (got {got}).", beside="H"),
@@ -33,27 +36,35 @@ KDA_CONFIG = Contract(
 )
 
 
+FULL_RANK = ("f_up", "g_up")  # those that are of full rank where their `down` is None
+
+# As `x @ w` takes them.
+WEIGHTS = (
+    Operand("q_proj", "D H*K", FLOATS, "query projection"),
+    Operand("k_proj", "D H*K", FLOATS, "key projection"),
+    Operand("v_proj", "D HV*V", FLOATS, "value projection"),
+    Operand("q_conv", "H*K W", FLOATS, "short convolution of q, per channel"),
+    Operand("k_conv", "H*K W", FLOATS, "short convolution of k, per channel"),
+    Operand("v_conv", "HV*V W", FLOATS, "short convolution of v, per channel"),
+    Operand("q_conv_bias", "H*K", FLOATS, "added before SiLU", required=False),
+    Operand("k_conv_bias", "H*K", FLOATS, "added before SiLU", required=False),
+    Operand("v_conv_bias", "HV*V", FLOATS, "added before SiLU", required=False),
+    Operand("f_down", "D R", FLOATS, "forget gate, down", required=False),
+    Operand("f_up", "R HV*K", FLOATS, "forget gate, of low rank or full", also=("D HV*K",)),
+    Operand("b_proj", "D HV", FLOATS, "raw beta logits"),
+    Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head"),
+    Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
+    Operand("g_up", "V HV*V", FLOATS, "output gate, of low rank or full", also=("D HV*V",)),
+    Operand("norm", "V", FLOATS, "RMSNorm before the output projection"),
+    Operand("o_proj", "HV*V D", FLOATS, "output projection"),
+    Operand("g_down", "D V", FLOATS, "output gate, down", required=False),
+    Operand("g_bias", "HV*V", FLOATS, "bias of the output gate", required=False),
+)
+
+
 def _layer(name, x, *indices):
     """The contract of a layer's step: its input, weights as `x @ w` takes them, pools, indices."""
-    weights = (
-        Operand("q_proj", "D H*K", FLOATS, "query projection"),
-        Operand("k_proj", "D H*K", FLOATS, "key projection"),
-        Operand("v_proj", "D HV*V", FLOATS, "value projection"),
-        Operand("q_conv", "H*K W", FLOATS, "short convolution of q, per channel"),
-        Operand("k_conv", "H*K W", FLOATS, "short convolution of k, per channel"),
-        Operand("v_conv", "HV*V W", FLOATS, "short convolution of v, per channel"),
-        Operand("f_down", "D R", FLOATS, "forget gate, down"),
-        Operand("f_up", "R HV*K", FLOATS, "forget gate, up"),
-        Operand("b_proj", "D HV", FLOATS, "raw beta logits"),
-        Operand("A_log", "HV", FLOATS, "natural log of the decay rate per value head"),
-        Operand("dt_bias", "HV*K", FLOATS, "bias of the forget gate per (value head, key channel)"),
-        Operand("g_up", "V HV*V", FLOATS, "output gate, of low rank or full", also=("D HV*V",)),
-        Operand("norm", "V", FLOATS, "RMSNorm before the output projection"),
-        Operand("o_proj", "HV*V D", FLOATS, "output projection"),
-        Operand("g_down", "D V", FLOATS, "output gate, down", required=False),
-        Operand("g_bias", "HV*V", FLOATS, "bias of the output gate", required=False),
-    )
-    names = " ".join(weight.name for weight in weights if weight.name != "g_up")
+    names = " ".join(weight.name for weight in WEIGHTS if weight.name not in FULL_RANK)
     pools = (
         Operand("conv", "S 2*H*K+HV*V W-1", FLOATS, "the last inputs of the short convolution"),
         Operand("state", "S HV V K", FLOATS, "the recurrent states"),
@@ -61,7 +72,7 @@ def _layer(name, x, *indices):
     index_names = " ".join(operand.name for operand in indices)
     return Contract(
         name=name,
-        operands=(x, *weights, *pools, *indices),
+        operands=(x, *WEIGHTS, *pools, *indices),
         results=(Operand("y", x.axes, FLOATS, "the layer's output"), *pools),
         options=(LOWER_BOUND, NORM_EPS),
         rules=(
@@ -73,13 +84,19 @@ def _layer(name, x, *indices):
             ),
             Rule(
                 "layout",
+                "f_up",
+                "`f_up` must have shape {wanted}, or (D, HV*K) for a full rank "
+                "(got {array.shape}).",
+            ),
+            Rule(
+                "layout",
                 "g_up",
                 "`g_up` must have shape {wanted}, or (D, HV*V) for a full rank "
                 "(got {array.shape}).",
             ),
             Rule(
                 "dtype",
-                f"x {names} g_up conv state {index_names}",
+                f"x {names} {' '.join(FULL_RANK)} conv state {index_names}",
                 "`{argument}` must be {allowed} (got {got}).",
             ),
             Rule("option", "lower_bound norm_eps", "`{argument}` must be {allowed} (got {got})."),
@@ -104,8 +121,8 @@ LAYER_PREFILL = _layer(
 )
 
 
-def _tensor(name, axes, meaning):
-    return Operand(name, axes, FLOATS, meaning)
+def _tensor(name, axes, meaning, required=True):
+    return Operand(name, axes, FLOATS, meaning, required)
 
 
 _PROJECTIONS = (
@@ -115,6 +132,9 @@ _PROJECTIONS = (
     _tensor("q_conv1d.weight", "H*K 1 W", "short convolution of q, per channel"),
     _tensor("k_conv1d.weight", "H*K 1 W", "short convolution of k, per channel"),
     _tensor("v_conv1d.weight", "HV*V 1 W", "short convolution of v, per channel"),
+    _tensor("q_conv1d.bias", "H*K", "added before SiLU", required=False),
+    _tensor("k_conv1d.bias", "H*K", "added before SiLU", required=False),
+    _tensor("v_conv1d.bias", "HV*V", "added before SiLU", required=False),
     _tensor("b_proj.weight", "HV D", "raw beta logits"),
     _tensor(
         "A_log", "HV", "natural log of the decay rate; also [1, 1, HV, 1], or padded with zeros"
@@ -127,28 +147,29 @@ _FORGET_GATE = (
     _tensor("f_a_proj.weight", "K D", "forget gate, down"),
     _tensor("f_b_proj.weight", "HV*K K", "forget gate, up"),
 )
+_FULL_FORGET_GATE = (_tensor("f_proj.weight", "HV*K D", "forget gate"),)
+_OUTPUT_GATE = (
+    _tensor("g_a_proj.weight", "V D", "output gate, down"),
+    _tensor("g_b_proj.weight", "HV*V V", "output gate, up"),
+)
+_FULL_OUTPUT_GATE = (_tensor("g_proj.weight", "HV*V D", "output gate"),)
 
 # One KDA layer as released, in each layout that is known: the tensors below
-# `...layers.<i>.self_attn.` (FLA: `.attn.`).
+# `...layers.<i>.self_attn.` (Ling: `.attention.`, FLA: `.attn.`).
 CHECKPOINT = (
     Layout(
         "low-rank output gate (Kimi-Linear, GLM-5.3)",
-        "g_a_proj.weight",
-        (
-            *_PROJECTIONS,
-            *_FORGET_GATE,
-            _tensor("g_a_proj.weight", "V D", "output gate, down"),
-            _tensor("g_b_proj.weight", "HV*V V", "output gate, up"),
-        ),
+        ("g_a_proj.weight",),
+        (*_PROJECTIONS, *_FORGET_GATE, *_OUTPUT_GATE),
     ),
     Layout(
         "full-rank output gate (Kimi-K3)",
-        "g_proj.weight",
-        (*_PROJECTIONS, *_FORGET_GATE, _tensor("g_proj.weight", "HV*V D", "output gate")),
+        ("g_proj.weight",),
+        (*_PROJECTIONS, *_FORGET_GATE, *_FULL_OUTPUT_GATE),
     ),
     Layout(
         "FLA's own layer",
-        "f_proj.0.weight",
+        ("f_proj.0.weight",),
         (
             *_PROJECTIONS,
             _tensor("f_proj.0.weight", "V D", "forget gate, down"),
@@ -157,5 +178,15 @@ CHECKPOINT = (
             _tensor("g_proj.1.weight", "HV*V V", "output gate, up"),
             _tensor("g_proj.1.bias", "HV*V", "output gate, up"),
         ),
+    ),
+    Layout(
+        "full-rank gates (Ling-3.0)",
+        ("f_proj.weight", "g_proj.weight"),
+        (*_PROJECTIONS, *_FULL_FORGET_GATE, *_FULL_OUTPUT_GATE),
+    ),
+    Layout(
+        "full-rank forget gate",
+        ("f_proj.weight", "g_a_proj.weight"),
+        (*_PROJECTIONS, *_FULL_FORGET_GATE, *_OUTPUT_GATE),
     ),
 )

@@ -319,7 +319,9 @@ def for_tensor_dtype(dtype):
 
 def for_stranger(name):
     """One line for a tensor that no KDA layer has, or None."""
-    if name.startswith(("in_proj", "conv1d", "norm.")):
+    if name.startswith("conv1d"):
+        return "a joined convolution has the rows of q, k and v: 2*H*K + HV*V"
+    if name.startswith(("in_proj", "norm.")):
         return "this looks like Gated DeltaNet's layer, whose gate is per head"
     if name.startswith(("q_a_", "q_b_", "kv_a_", "kv_b_", "kv_proj", "indexer")):
         return "this looks like MLA's layer"

@@ -83,10 +83,12 @@ CU_SEQLENS = Operand(
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a layer is released. `known_by` is the tensor that identifies it."""
+    """One way in which a layer is released. `known_by` are the tensors that identify it: all of
+    them are there, and of two such layouts it is the one with more.
+    """
 
     name: str
-    known_by: str
+    known_by: tuple[str, ...]
     tensors: tuple[Operand, ...]
 
 

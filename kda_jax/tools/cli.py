@@ -14,6 +14,7 @@ from kda_contracts import (
     add_check,
     parse_command,
     positive_number,
+    run_command,
 )
 from kda_jax import dispatch
 from kda_jax.tools import bench, demo
@@ -35,7 +36,7 @@ def main(arguments=None):
     parser_of_bench.set_defaults(run=bench.run)
     options = parse_command(parser, commands, arguments)
     try:
-        return options.run(options)
+        return run_command(options)
     except (ValueError, NotImplementedError, ImportError, BadFileError) as error:
         parser.exit(2, f"{parser.prog} {options.command}: {error}\n")
 

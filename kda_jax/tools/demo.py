@@ -16,11 +16,10 @@ import kda_jax
 from kda_contracts import (
     ContractError,
     Sizes,
-    check_checkpoint,
-    find_tensors,
     normalize_A_log,
     normalize_dt_bias,
     split_heads,
+    survey,
 )
 from kda_jax.tools import oracle
 from kda_jax.tools.synthetic import (
@@ -47,6 +46,7 @@ class LayerWeights:
     A_log: np.ndarray
     dt_bias: np.ndarray
     lower_bound: float | None
+    allow_neg_eigval: bool
     source: str
 
 
@@ -57,16 +57,17 @@ def read_layer(path) -> LayerWeights:
       ContractError, BadFileError: the checkpoint breaks the contract, or cannot be judged.
       ImportError: without `safetensors` (the extra `checkpoint`).
     """
-    report = check_checkpoint(path)
+    found = survey(path)
+    report, sizes = found.report, found.report.sizes
     if not report.ok:
         raise ContractError(str(report))
+    layer = report.layers[0]
     from safetensors import safe_open  # an extra
 
-    layer, sizes, files = report.layers[0], report.sizes, find_tensors(path)
-
     def read(name):
-        with safe_open(files[f"{layer.prefix}.{name}"][0], framework="flax") as file:
-            return file.get_tensor(f"{layer.prefix}.{name}")
+        source = found.sources[0][name]
+        with safe_open(source.header.path, framework="flax") as file:
+            return file.get_tensor(source.name)
 
     return LayerWeights(
         H=sizes["H"],
@@ -76,6 +77,7 @@ def read_layer(path) -> LayerWeights:
         A_log=np.asarray(normalize_A_log(read("A_log"), sizes["HV"])),
         dt_bias=np.asarray(normalize_dt_bias(read("dt_bias"), sizes["HV"], sizes["K"])),
         lower_bound=report.lower_bound,
+        allow_neg_eigval=report.allow_neg_eigval,
         source=f"{layer.prefix} of {Path(path).name}",
     )
 
@@ -102,6 +104,7 @@ def made_up_layer(model) -> LayerWeights:
         x["A_log"],
         x["dt_bias"],
         MODELS[model].lower_bound,
+        False,
         where,
     )
 
@@ -136,7 +139,8 @@ def run(
         slots[-1] = -1
     weights = {name: operands[name] for name in ("A_log", "dt_bias")}
     per_token = {name: np.stack([x[name] for x in tokens]) for name in ("mixed_qkv", "a", "b")}
-    options = dict(use_qk_l2norm_in_kernel=True, lower_bound=lower_bound, out_dtype="float32")
+    gate = dict(lower_bound=lower_bound, allow_neg_eigval=layer.allow_neg_eigval)
+    options = dict(use_qk_l2norm_in_kernel=True, **gate, out_dtype="float32")
     why = kda_jax.explain(
         kda_jax.packed_decode, **operands, **options, implementation=implementation
     )
@@ -195,7 +199,7 @@ def _errors(operands, per_token, weights, options, live, outs, after):
     rows = live[:CHECKED_ROWS]
     slots = operands["ssm_state_indices"][rows]
     state = operands["initial_state"][slots].astype(np.float64)
-    options = {name: options[name] for name in ("use_qk_l2norm_in_kernel", "lower_bound")}
+    options = {name: x for name, x in options.items() if name != "out_dtype"}
     expected = []
     for token in range(len(outs)):
         x = {name: array[token, rows] for name, array in per_token.items()}

@@ -23,6 +23,7 @@ def packed_decode(
     scale=None,
     use_qk_l2norm_in_kernel=False,
     lower_bound=None,
+    allow_neg_eigval=False,
 ):
     """One decode step, row after row.
 
@@ -43,7 +44,12 @@ def packed_decode(
     H = (width - HV * V) // (2 * K)
     q, k, v = np.split(np.asarray(mixed_qkv, np.float64), [H * K, 2 * H * K], axis=1)
     decay, beta = gates(
-        np.reshape(a, (B, 1, HV, K)), np.reshape(b, (B, 1, HV)), A_log, dt_bias, lower_bound
+        np.reshape(a, (B, 1, HV, K)),
+        np.reshape(b, (B, 1, HV)),
+        A_log,
+        dt_bias,
+        lower_bound,
+        neg_eigval=allow_neg_eigval,
     )
     return update(
         q.reshape(B, 1, H, K),
@@ -173,21 +179,24 @@ def layer(params, x, conv, state, config):
     padded = np.concatenate([np.asarray(conv, np.float64).T, channels])
     kernel = np.concatenate([w["q_conv"], w["k_conv"], w["v_conv"]])
     y = np.stack([(padded[t : t + config.W] * kernel.T).sum(0) for t in range(len(x))])
+    if "q_conv_bias" in w:
+        y = y + np.concatenate([w["q_conv_bias"], w["k_conv_bias"], w["v_conv_bias"]])
     y = y / (1 + np.exp(-y))
     q, k, v = np.split(y, [H * K, 2 * H * K], axis=1)
     decay, beta = gates(
-        (x @ w["f_down"] @ w["f_up"]).reshape(1, -1, HV, K),
+        ((x @ w["f_down"] if "f_down" in w else x) @ w["f_up"]).reshape(1, -1, HV, K),
         (x @ w["b_proj"])[None],
         w["A_log"],
         w["dt_bias"],
         config.lower_bound,
+        neg_eigval=config.allow_neg_eigval,
     )
     shape = (1, len(x))
     out, after, _ = update(
         q.reshape(*shape, H, K), k.reshape(*shape, H, K), v.reshape(*shape, HV, V), decay, beta,
         np.asarray(state, np.float64)[None], [0], l2norm=True,
     )  # fmt: skip
-    gate = (x @ w["g_down"] if "g_down" in w else x) @ w["g_up"]
+    gate = (x @ w["g_down"] if "g_down" in w else x) @ w["g_up"] + w.get("g_bias", 0.0)
     out = out[0] / np.sqrt((out[0] ** 2).mean(-1, keepdims=True) + config.norm_eps) * w["norm"]
     out = out / (1 + np.exp(-gate.reshape(out.shape)))
     return out.reshape(len(x), -1) @ w["o_proj"], padded[-(config.W - 1) :].T, after[0]

@@ -20,14 +20,18 @@ class Model:
     heads: int
     hidden_size: int
     lower_bound: float | None
-    output_gate: str
+    known_by: tuple[str, ...]
     A_log_shape: tuple[int, ...]
+    block: str = "self_attn"
 
 
 MODELS = {
-    "kimi-linear-48b": Model(32, 2304, None, "g_a_proj.weight", (1, 1, 32, 1)),
-    "kimi-k3": Model(96, 7168, -5.0, "g_proj.weight", (128,)),
-    "glm-5.3": Model(64, 4096, -5.0, "g_a_proj.weight", (64,)),
+    "kimi-linear-48b": Model(32, 2304, None, ("g_a_proj.weight",), (1, 1, 32, 1)),
+    "kimi-k3": Model(96, 7168, -5.0, ("g_proj.weight",), (128,)),
+    "glm-5.3": Model(64, 4096, -5.0, ("g_a_proj.weight",), (64,)),
+    "ling-3.0-tiny": Model(
+        16, 1536, -5.0, ("f_proj.weight", "g_proj.weight"), (16,), block="attention"
+    ),
 }
 
 
@@ -95,16 +99,18 @@ def write_layer(folder, model, *, layer=0, seed=0):
     config = {"hidden_size": released.hidden_size, "linear_attn_config": linear}
     (folder / "config.json").write_text(json.dumps(config))
 
-    (layout,) = (x for x in CHECKPOINT if x.known_by == released.output_gate)
+    (layout,) = (x for x in CHECKPOINT if x.known_by == released.known_by)
     values = random_operands(
         Sizes(B=1, H=heads, HV=heads, K=HEAD_DIMENSION, V=HEAD_DIMENSION, S=1), seed=seed
     )
     A_log = np.zeros(math.prod(released.A_log_shape), np.float32)
     A_log[:heads] = values["A_log"]
     stored = {"A_log": A_log.reshape(released.A_log_shape), "dt_bias": values["dt_bias"]}
-    prefix = f"model.layers.{layer}.self_attn"
+    prefix = f"model.layers.{layer}.{released.block}"
     entries = {
-        f"{prefix}.{tensor.name}": ("BF16", tensor.shape(sizes)) for tensor in layout.tensors
+        f"{prefix}.{tensor.name}": ("BF16", tensor.shape(sizes))
+        for tensor in layout.tensors
+        if tensor.required
     }
     entries |= {f"{prefix}.{name}": ("F32", array.shape) for name, array in stored.items()}
     write_safetensors(

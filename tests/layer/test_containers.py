@@ -19,9 +19,9 @@ def test_a_repr_shows_shapes_and_dtypes_instead_of_values():
     shown = repr(PARAMS)
     assert shown.startswith("KDAParams(q_proj=bfloat16[64, 32], k_proj=bfloat16[64, 32], ")
     assert "A_log=float32[4]" in shown
-    assert shown.endswith("g_bias=None)")
+    assert shown.endswith("g_bias=None, q_conv_bias=None, k_conv_bias=None, v_conv_bias=None)")
     assert len(shown) < 700
-    assert repr(CACHE) == "KDACache(conv=bfloat16[3, 128, 3], state=float32[3, 4, 16, 16])"
+    assert repr(CACHE) == "KDACache(conv=float32[3, 128, 3], state=float32[3, 4, 16, 16])"
 
 
 def test_a_repr_shows_what_stands_for_an_array():

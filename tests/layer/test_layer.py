@@ -354,7 +354,9 @@ def test_configs_of_released_models():
     assert k3 == kda_jax.KDAConfig(
         D=7168, H=96, HV=96, K=128, V=128, lower_bound=-5.0, norm_eps=1e-6
     )
-    with pytest.raises(kda_jax.BadFileError, match="no usable number for H"):
+    with pytest.raises(
+        kda_jax.BadFileError, match=r"`linear_attn_config.num_heads` must be a whole number"
+    ):
         kda_jax.config_from_hf(
             dict(hidden_size=2304, linear_attn_config=dict(head_dim=128, short_conv_kernel_size=4))
         )
