@@ -100,6 +100,7 @@ def load_layer(
     >>> config.HV, params.A_log.shape, params.q_proj.shape, params.q_proj.dtype.name
     (32, (4,), (2304, 512), 'bfloat16')
     """
+    layer = _whole("layer", layer)
     config, layers = _load(path, layer, rank, ranks, dtype, progress=False)
     return config, layers[layer]
 
@@ -213,7 +214,7 @@ def _pairs(found):
 
 def _chosen(found, wanted):
     """The layers to load, with their sources; they meet the contract."""
-    report, wanted = found.report, None if wanted is None else _whole("layer", wanted)
+    report = found.report
     chosen = [pair for pair in _pairs(found) if wanted is None or pair[0].index == wanted]
     layers = tuple(layer for layer, _ in chosen)
     if report.layers and not layers:

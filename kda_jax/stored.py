@@ -126,8 +126,9 @@ def _expanded(read, source, slices, dtype):
     for begin in range(rows.start, rows.stop, ROWS):
         end = min(begin + ROWS, rows.stop)
         values = read(source, (slice(begin, end), columns)).astype(np.float32)
-        values *= scale[np.arange(begin, end) // block_rows]
-        result[begin - rows.start : end - rows.start] = values.astype(result.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # what a check of values reports
+            values *= scale[np.arange(begin, end) // block_rows]
+            result[begin - rows.start : end - rows.start] = values.astype(result.dtype)
     return result
 
 

@@ -141,11 +141,15 @@ def survey(path, tp=1) -> Survey:
     with_rates = {i for i, x in found.items() if any(KDA_ONLY & y.keys() for y in x.values())}
     declared = _declared(model, with_rates)
     layers, sources = [], []
-    for index in sorted(with_rates | declared.get("kda", frozenset())):
+    wanted = declared.get("kda", frozenset())
+    held = tensor_names.below(headers) if wanted - with_rates else {}
+    if not model.listed:  # a rule names more layers than a part of a model has
+        wanted = {index for index in wanted if index in with_rates or index in held}
+    for index in sorted(with_rates | wanted):
         by_prefix = found.get(index, {})
         kda = {prefix: x for prefix, x in by_prefix.items() if KDA_ONLY & x.keys()}
         if not kda:
-            layers.append(_missing_layer(index, by_prefix, headers))
+            layers.append(_missing_layer(index, by_prefix, held.get(index)))
             sources.append({})
         for prefix, tensors in kda.items():
             layer, tensors = _judge_layer(index, prefix, tensors, model, declared)
@@ -203,14 +207,14 @@ def _declared(model, found):
     return {kind: frozenset(x - first for x in layers) for kind, layers in listed.items()}
 
 
-def _missing_layer(index, by_prefix, headers):
+def _missing_layer(index, by_prefix, others):
     """The report of a layer that config.json calls KDA, and that has none of KDA's own tensors."""
     held = sorted(name for tensors in by_prefix.values() for name in tensors)
     message = f"layer {index} is a KDA layer by config.json, but has no A_log and no dt_bias"
     if held:
         kind = "MLA" if any("kv_a_proj" in name for name in held) else "another kind of layer"
         seen = f"this looks like {kind}: it holds {_some(held, 4)}"
-    elif others := tensor_names.below(headers, index):
+    elif others:
         message = f"layer {index} is a KDA layer by config.json, and has an unknown layout"
         seen = f"below `layers.{index}.` the file holds {_some(others, 4)}"
     else:

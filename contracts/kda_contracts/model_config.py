@@ -66,7 +66,8 @@ HARMLESS = {
 @dataclass(frozen=True)
 class ModelConfig:
     """A config.json, read. `layers` are the numbers that it calls KDA ("kda") or another kind
-    ("full"), as it counts; `counted_from` is 0 where it is known, else None.
+    ("full"), as it counts; `counted_from` is 0 where it is known, else None; `listed` is whether a
+    list names them, so that each has to be there.
 
     `conv_bias`, `full_gate` and `full_forget` are None where nothing is said: the tensors tell.
     """
@@ -80,6 +81,7 @@ class ModelConfig:
     full_forget: bool | None
     layers: dict = field(default_factory=dict)
     counted_from: int | None = None
+    listed: bool = True
     quantization: dict = field(default_factory=dict)
 
 
@@ -124,7 +126,8 @@ class _Reader:
         kind = self.flat.get("model_type")
         self.kind = kind if isinstance(kind, str) else ""
         self.is_fla = self.kind == "kda"
-        self.is_ling = "short_conv_kernel_size" in self.flat or "kda_safe_gate" in self.flat
+        ling = ("short_conv_kernel_size", "kda_safe_gate")
+        self.is_ling = any(self.flat.get(key) is not None for key in ling)
         self.is_flat = any("." not in key and key in self.flat for key in SIZES["H"])
         if not (self.is_fla or self.is_ling or self.is_flat or self.table):
             self.fail(
@@ -147,12 +150,12 @@ class _Reader:
             full_forget=self.flag(("no_kda_lora",)),
             quantization=self.quantization(),
         )
-        layers, counted_from = self.layers()
+        layers = self.layers()
         try:
             check(KDA_CONFIG, **numbers_of(model))
         except ContractError as error:
             self.fail(" ".join(violation.headline for violation in error.violations))
-        return replace(model, layers=layers, counted_from=counted_from)
+        return replace(model, **layers)
 
     def fail(self, fault) -> NoReturn:
         raise BadFileError(self.path, fault)
@@ -241,19 +244,27 @@ class _Reader:
         """The bound that selects the safe gate, or None for the softplus gate."""
         key, bound = self.one(BOUNDS)
         safe = self.flag(SAFE)
-        asks = "add the bound, or null for the softplus gate"
         if bound is not None and judge_option("option", LOWER_BOUND, bound):
             self.fail(f"`{key}` must be null or a finite number below 0 (got {shown(bound)})")
         if self.is_ling and not self.is_fla:
             if safe is False:
                 return None
             if bound is None and (safe or not key):
-                self.fail(f"`kda_safe_gate` needs a `kda_lower_bound` (got null): {asks}")
+                self.fail(
+                    "`kda_safe_gate` needs a `kda_lower_bound`: add it, or set the first to false "
+                    "for the softplus gate"
+                )
         elif bound is None and safe:
             name = next(name for name in SAFE if self.present(name)[0])
-            self.fail(f"`{name}` is true, and no lower bound is given: {asks}")
+            self.fail(
+                f"`{name}` is true, and no lower bound is given: add `lower_bound`, or set the "
+                "first to false for the softplus gate"
+            )
         elif not key and safe is None and self.kind.startswith("glm"):
-            self.fail(f"no `gate_lower_bound`, for which GLM's readers take different ones: {asks}")
+            self.fail(
+                "no `gate_lower_bound`, for which GLM's readers take different ones: add it, or "
+                "null for the softplus gate"
+            )
         return None if bound is None else float(bound)
 
     def norm_eps(self):
@@ -272,30 +283,31 @@ class _Reader:
         return {}
 
     def layers(self):
-        """`({"kda": numbers, "full": numbers}, where the counting starts, if that is known)`."""
+        """The fields of `ModelConfig` that say which layers are KDA's."""
         lists = {"kda": f"{LA}.kda_layers", "full": f"{LA}.full_attn_layers"}
         listed = {kind: self.numbers(key) for kind, key in lists.items()}
         if listed["kda"] is not None:
-            return {kind: numbers or frozenset() for kind, numbers in listed.items()}, None
+            return {"layers": {kind: numbers or frozenset() for kind, numbers in listed.items()}}
         types, layers = self.flat.get("layer_types"), self.flat.get("num_hidden_layers")
         if isinstance(types, list) and types:
             self.require_few("layer_types", types)
             kda = {i for i, x in enumerate(types) if x in ("linear_attention", "kda")}
-            return _split(len(types), kda), 0
+            return _split(len(types), kda)
         if type(layers) is not int or not 0 < layers <= MAX_LAYERS:
-            return {}, None
+            return {}
         group = self.flat.get("layer_group_size")
         if self.is_ling and type(group) is int and 0 < group <= layers:
             # A last group that is not whole is KDA to some readers and MLA to others.
             whole = layers // group * group
-            return _split(whole, {i for i in range(whole) if (i + 1) % group}), 0
+            kda = {i for i in range(whole) if (i + 1) % group}
+            return _split(whole, kda) | {"listed": False}
         if self.is_fla and self.flat.get("attn") is not None:
             tables = self.flat["attn"]
             tables = tables if isinstance(tables, list) else [tables]
             numbers = [x.get("layers") if isinstance(x, dict) else None for x in tables]
             full = frozenset().union(*(self.judged("attn.layers", x) for x in numbers))
-            return _split(layers, set(range(layers)) - full), 0
-        return {}, None
+            return _split(layers, set(range(layers)) - full) | {"listed": False}
+        return {}
 
     def numbers(self, key):
         there, numbers = self.present(key)
@@ -316,7 +328,8 @@ class _Reader:
 
 
 def _split(layers, kda):
-    return {"kda": frozenset(kda), "full": frozenset(range(layers)) - frozenset(kda)}
+    kda = frozenset(kda)
+    return {"layers": {"kda": kda, "full": frozenset(range(layers)) - kda}, "counted_from": 0}
 
 
 def shown(x: Any):

@@ -86,14 +86,13 @@ def foreign(tensors):
     return None
 
 
-def below(headers, index):
-    """What stands below `layers.<index>.` under whatever names, sorted."""
-    rests = []
-    for name in headers:
-        match = NUMBERED.fullmatch(name)
-        if match and int(match["index"]) == index:
-            rests.append(match["rest"])
-    return sorted(rests)
+def below(headers) -> dict[int, list[str]]:
+    """{layer: what stands below `layers.<layer>.`, under whatever names, sorted}."""
+    rests: dict[int, list[str]] = {}
+    for name in sorted(headers):
+        if match := NUMBERED.fullmatch(name):
+            rests.setdefault(int(match["index"]), []).append(match["rest"])
+    return rests
 
 
 def separated(tensors, sizes):

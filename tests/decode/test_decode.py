@@ -32,6 +32,12 @@ def test_meets_the_oracle(implementation, shape, gate):
     assert_decodes(implementation, SHAPES[shape], gate, dtype="float32")
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_beta_may_be_doubled(implementation):
+    sizes = SHAPES["k64_v32"]
+    assert_decodes(implementation, sizes, "safe", allow_neg_eigval=True, dtype="float32")
+
+
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

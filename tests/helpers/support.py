@@ -20,7 +20,7 @@ WITH_TRITON = (
 )  # it has no interpreter for a CPU
 IMPLEMENTATIONS = ("xla", "mosaic_gpu", *(("triton",) if WITH_TRITON else ()))
 STATE_LIMIT = 2e-6  # relative norm, float32 pools
-ORACLE_OPTIONS = ("scale", "use_qk_l2norm_in_kernel", "lower_bound")
+ORACLE_OPTIONS = ("scale", "use_qk_l2norm_in_kernel", "lower_bound", "allow_neg_eigval")
 
 
 def running(implementation):
@@ -92,10 +92,11 @@ def assert_meets_oracle(call, out, state, **options):
     assert_same_bits(state[call.other_slots], call.operands["initial_state"][call.other_slots])
 
 
-def assert_decodes(implementation, sizes, gate, **dtypes):
+def assert_decodes(implementation, sizes, gate, allow_neg_eigval=False, **dtypes):
     """packed_decode meets the oracle on one call of these sizes, with a gate of cases.GATES."""
     call = make_call(sizes, **dtypes)
     options = dict(use_qk_l2norm_in_kernel=True, lower_bound=GATES[gate])
+    options |= dict(allow_neg_eigval=allow_neg_eigval)
     out, state = decode(call.operands, implementation, **options)
     assert out.dtype == call.operands["mixed_qkv"].dtype
     assert_meets_oracle(call, out, state, **options)

@@ -21,7 +21,7 @@ def make(W, T, seed=0):
     return normal(T, C), normal(C, W), normal(S, C, W - 1)
 
 
-def by_hand(x, weight, past):
+def by_hand(x, weight, past, bias=0.0):
     """One sequence: [T, C] after SiLU, and the last W-1 inputs, in float64."""
     seen = np.concatenate([past.T, x]).astype(np.float64)
     W = weight.shape[1]
@@ -30,6 +30,7 @@ def by_hand(x, weight, past):
         if len(x)
         else np.zeros((0, C))
     )
+    y = y + bias
     return y / (1 + np.exp(-y)), seen[len(seen) - (W - 1) :].T
 
 
@@ -60,6 +61,30 @@ def test_decode_is_prefill_of_one_token(W):
     expected, wanted = conv_prefill(x, weight, pool, slots, jnp.arange(5))
     assert_near(y, expected, 1e-6)
     assert_same_bits(after, wanted)
+    assert not np.asarray(y)[2].any()
+
+
+def test_a_bias_is_added_before_silu():
+    lengths, slots = (2, 0, 3, 1), np.array([5, 0, -1, 2], np.int32)
+    bounds = np.cumsum((0, *lengths))
+    x, weight, pool = make(4, bounds[-1] + 1)
+    bias = np.random.default_rng(5).standard_normal(C).astype(np.float32)
+    held = map(jnp.asarray, (x, weight, pool))
+    y, after = conv_prefill(*held, slots, jnp.asarray(bounds), bias=jnp.asarray(bias))
+    wanted = pool.copy()
+    for n in (0, 3):
+        part = slice(bounds[n], bounds[n + 1])
+        expected, wanted[slots[n]] = by_hand(x[part], weight, pool[slots[n]], bias)
+        assert_near(y[part], expected, 1e-6)
+    assert_same_bits(after, wanted)
+    assert not np.asarray(y)[2:5].any() and not np.asarray(y)[-1:].any()  # padded, and of none
+
+    rows = jnp.asarray(x[:4]).at[2].set(jnp.nan)
+    y, after = conv_decode(rows, jnp.asarray(weight), jnp.asarray(pool), slots, bias=bias)
+    for n in (0, 1, 3):
+        expected, window = by_hand(x[n : n + 1], weight, pool[slots[n]], bias)
+        assert_near(y[n : n + 1], expected, 1e-6)
+        assert_same_bits(after[slots[n]], window.astype(np.float32))
     assert not np.asarray(y)[2].any()
 
 

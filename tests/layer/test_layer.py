@@ -18,6 +18,9 @@ LIMIT = 1e-5
 CONFIGS = {
     "softplus, low rank": kda_jax.KDAConfig(D=24, H=2, HV=4, K=16, V=8, gate_rank=8),
     "safe, full rank": kda_jax.KDAConfig(D=24, H=1, HV=3, K=8, V=16, lower_bound=-5.0),
+    "doubled beta, biased, full forget gate": kda_jax.KDAConfig(
+        D=24, H=2, HV=2, K=8, V=16, W=3, forget_rank=None, allow_neg_eigval=True, conv_bias=True
+    ),
 }
 S = 7
 
@@ -25,7 +28,7 @@ S = 7
 def make(name, *, dtype=jnp.float32):
     config = CONFIGS[name]
     params = kda_jax.init_params(config, jax.random.key(1), dtype=dtype)
-    cache = kda_jax.init_cache(config, S, conv_dtype=dtype)
+    cache = kda_jax.init_cache(config, S, params=params)
     keys = jax.random.split(jax.random.key(2), 2)
     conv = jax.random.normal(keys[0], cache.conv.shape).astype(dtype)  # a pool in use
     return config, params, kda_jax.KDACache(conv, jax.random.normal(keys[1], cache.state.shape))
@@ -360,6 +363,49 @@ def test_configs_of_released_models():
         kda_jax.config_from_hf(
             dict(hidden_size=2304, linear_attn_config=dict(head_dim=128, short_conv_kernel_size=4))
         )
+
+
+def test_switches_and_weights_that_do_not_fit():
+    config, params, cache = make("doubled beta, biased, full forget gate")
+    x, slots = inputs(2, config.D), jnp.array([0, 1])
+
+    def refused(message, config=config, **change):
+        for step, more in ((kda_jax.kda_decode, ()), (kda_jax.kda_prefill, (jnp.arange(3),))):
+            with pytest.raises(ContractError, match=message):
+                step(dataclasses.replace(params, **change), x, cache, slots, *more, config=config)
+
+    refused("`k_conv_bias` must be an array, as config.conv_bias is True", k_conv_bias=None)
+    unbiased = dataclasses.replace(config, conv_bias=False)
+    refused("`q_conv_bias` must be None, as config.conv_bias is False", unbiased)
+    refused(r"`f_up` must be \[R, HV\*K\] = \(8, 16\) beside a `f_down`", f_down=jnp.ones((24, 8)))
+    low = jnp.ones((8, 16))
+    refused(r"`f_up` must be \[D, HV\*K\] = \(24, 16\) without a `f_down`", f_up=low)
+    refused("`v_conv_bias` must have shape", v_conv_bias=jnp.ones(31))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_cache_is_as_wide_as_its_layer(dtype):
+    config = CONFIGS["softplus, low rank"]
+    params = kda_jax.init_params(config, jax.random.key(1), dtype=dtype)
+    shapes = jax.eval_shape(lambda: params)
+    assert kda_jax.init_cache(config, 2).conv.dtype == jnp.float32
+    assert kda_jax.init_cache(config, 2, params=params).conv.dtype == dtype
+    assert kda_jax.init_cache(config, 2, params=shapes).conv.dtype == dtype
+    given = kda_jax.init_cache(config, 2, params=params, conv_dtype=jnp.bfloat16)
+    assert given.conv.dtype == jnp.bfloat16
+    assert {x.state.dtype.name for x in (given, kda_jax.init_cache(config, 2))} == {"float32"}
+
+
+@pytest.mark.slow
+def test_by_default_prefill_in_pieces_is_prefill_at_once():
+    config = CONFIGS["softplus, low rank"]
+    params = kda_jax.init_params(config, jax.random.key(1), dtype=jnp.float32)
+    x, slot, cache = inputs(40, config.D), jnp.array([0]), kda_jax.init_cache(config, 1)
+    whole, _ = prefill(params, x, cache, slot, jnp.array([0, 40]), config=config)
+    half = jnp.array([0, 20])  # one program serves both
+    first, cache = prefill(params, x[:20], cache, slot, half, config=config)
+    rest, _ = prefill(params, x[20:], cache, slot, half, config=config)
+    assert_near(jnp.concatenate([first, rest]), whole, 1e-6)
 
 
 def test_any_batch_exports_as_one_program():

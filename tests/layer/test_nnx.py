@@ -15,10 +15,12 @@ nnx = pytest.importorskip("flax.nnx")
 def test_the_module_is_the_functions():
     from kda_jax.nnx import KDALayer
 
-    config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
+    switches = dict(allow_neg_eigval=True, conv_bias=True, forget_rank=None)
+    config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4, **switches)
     params = kda_jax.init_params(config, jax.random.key(0), dtype=jnp.float32)
     layer = KDALayer(config, params=params)
-    cache = layer.init_cache(3, conv_dtype=jnp.float32)
+    cache = layer.init_cache(3)
+    assert cache.conv.dtype == jnp.float32
     x, slots, bounds = jnp.ones((5, 16)), jnp.array([2, 0]), jnp.array([0, 3, 5])
     y, after = layer.prefill(x, cache, slots, bounds)
     wanted, advanced = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config)
