@@ -281,6 +281,10 @@ def for_tensor(tensor, array, sizes):
         return _bias(array, {}, sizes)
     if tensor.name == "A_log" and array.size > sizes["HV"]:
         return _rate(array, {}, sizes)
+    if "conv1d.weight" in tensor.name and array.size == math.prod(wanted):
+        if wanted[0] == wanted[2]:
+            return "as many taps as channels: only the released shape says which axis is which"
+        return "the taps come first: swap the two axes"
     if array.size == math.prod(wanted):
         transposed = array.ndim == 2 and array.shape == wanted[::-1]
         return (

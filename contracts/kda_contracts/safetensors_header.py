@@ -218,8 +218,9 @@ def _judge(path, header, data_bytes):
     require(
         all(begin <= end <= data_bytes for begin, end in offsets),
         lambda entry: entry["data_offsets"][0] <= entry["data_offsets"][1] <= data_bytes,
-        lambda entry: "lies at {}..{}, outside the file's {} bytes of data".format(
-            *entry["data_offsets"], data_bytes
+        lambda entry: (
+            f"lies at {entry['data_offsets'][0]}..{entry['data_offsets'][1]}, outside "
+            f"the file's {data_bytes} bytes of data"
         ),
     )
     bits = list(map(mul, map(math.prod, shapes), map(ITEM_BITS.get, dtypes)))

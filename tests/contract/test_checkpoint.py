@@ -173,7 +173,7 @@ WRONG = {
         kimi(k_conv1d__weight=(4, 4096)),
         f"{PREFIX}.k_conv1d.weight` must be (4096, 1, 4).",
         "expected [H*K, 1, W] = (4096, 1, 4), got (4, 4096) bfloat16; "
-        "the same elements in another shape: reshape(4096, 1, 4)",
+        "the taps come first: swap the two axes",
     ),
     "quantized": (
         kimi(v_proj__weight=("F8_E4M3", (4096, 2304))),

@@ -341,7 +341,8 @@ SIZES = dict(H=4, HV=4, K=8, V=8, D=24, W=4)
 TENSORS = {tensor.name: tensor for layout in CHECKPOINT for tensor in layout.tensors}
 OF_TENSORS = [
     ("q_proj.weight", (24, 32), "transposed: take .T"),
-    ("q_conv1d.weight", (32, 4), "the same elements in another shape: reshape(32, 1, 4)"),
+    ("q_conv1d.weight", (4, 32), "the taps come first: swap the two axes"),
+    ("o_norm.weight", (1, 8), "the same elements in another shape: reshape(8,)"),
     ("q_proj.weight", (8, 24), "axis 0 is 1/4 of it: one rank's slice of 4? join the ranks' files"),
     (
         "q_proj.weight",
@@ -356,7 +357,9 @@ OF_TENSORS = [
         "this tensor is not cut",
     ),
 ]
+SQUARE = SIZES | dict(H=1, K=4)
 OF_NAMES = {
+    "conv1d.weight": "a joined convolution has the rows of q, k and v: 2*H*K + HV*V",
     "in_proj_qkvz.weight": "this looks like Gated DeltaNet's layer, whose gate is per head",
     "kv_a_proj_with_mqa.weight": "this looks like MLA's layer",
     "g_b_proj.weight": "a layer has either a low-rank or a full-rank output gate",
@@ -369,6 +372,8 @@ OF_DTYPES = {
 
 
 def test_the_remedies_of_a_checkpoint():
+    square = remedy.for_tensor(TENSORS["q_conv1d.weight"], ArrayFacts((4, 4), "float32"), SQUARE)
+    assert square == "as many taps as channels: only the released shape says which axis is which"
     for name, shape, line in OF_TENSORS:
         assert remedy.for_tensor(TENSORS[name], ArrayFacts(shape, "float32"), SIZES) == line
     for name, line in OF_NAMES.items():

@@ -21,7 +21,7 @@ from support import assert_near, assert_same_bits
 
 import kda_jax
 from kda_contracts import CHECKPOINT, BadFileError, ContractError
-from kda_jax import checkpoint
+from kda_jax import checkpoint, stored
 from kda_jax.tools import cli
 from kda_jax.tools.synthetic import write_safetensors
 
@@ -478,7 +478,7 @@ BAD_VALUES = {
 @pytest.mark.parametrize("case", BAD_VALUES)
 def test_bad_values_are_faults(tmp_path, monkeypatch, capsys, case):
     new, every, line = BAD_VALUES[case]
-    monkeypatch.setattr(checkpoint, "BLOCK", 100)  # several blocks of each
+    monkeypatch.setattr(stored, "BLOCK", 100)  # several blocks of each
     folder = write(tmp_path, LOW_RANK, SMALL, prefixes=PREFIXES, **new)
     found = [x.message for x in kda_jax.check_values(folder).layers[0].faults]
     assert found == [] if every else [line.removesuffix(".")]

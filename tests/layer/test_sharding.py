@@ -220,7 +220,8 @@ CU_SEQLENS, TABLE = WHOLE, P("dp", None)
 DRAFT = dict(cu_seqlens=CU_SEQLENS, intermediate_states=TABLE, num_accepted_tokens=P("dp"))
 WEIGHTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "f_up", "b_proj", "g_up"), LAST)
 WEIGHTS |= dict.fromkeys(("q_conv", "k_conv", "v_conv", "o_proj"), FIRST)
-WEIGHTS |= dict.fromkeys(("A_log", "dt_bias", "g_bias"), P("tp"))
+BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
+WEIGHTS |= dict.fromkeys(("A_log", "dt_bias", "g_bias", *BIASES), P("tp"))
 WEIGHTS |= dict.fromkeys(("f_down", "g_down", "norm"), WHOLE)
 POOLS = dict(conv=P("dp", "tp", None), state=POOL)
 CUTS = {
@@ -273,13 +274,22 @@ def test_weights_and_pools_are_cut_as_the_layers_operands():
     params, _ = layer(FULL)
     cuts = sharding.params_specs(params, "tp")
     assert cuts.g_down is cuts.g_bias is None
-    assert vars(cuts) == WEIGHTS | dict(g_down=None, g_bias=None)
+    assert vars(cuts) == WEIGHTS | dict.fromkeys(("g_down", "g_bias", *BIASES))
     assert vars(sharding.cache_specs("tp", "dp")) == POOLS
 
 
 def test_a_checkpoints_tensors_are_cut_over_their_heads():
     cut = {0: ("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d", "b_proj")}
-    cut[0] += ("A_log", "dt_bias", "f_b_proj", "g_b_proj", "g_proj", "f_proj.1", "g_proj.1")
+    cut[0] += (
+        "A_log",
+        "dt_bias",
+        "f_b_proj",
+        "g_b_proj",
+        "g_proj",
+        "f_proj.1",
+        "g_proj.1",
+        "f_proj",
+    )
     cut |= {1: ("o_proj",), None: ("o_norm", "f_a_proj", "g_a_proj", "f_proj.0", "g_proj.0")}
     for layout in CHECKPOINT:
         for tensor in layout.tensors:
