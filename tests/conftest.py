@@ -19,7 +19,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 # Optional packages that tests need, and skip without.
-PACKAGES = ("jax-triton", "triton", "torch", "fla-core", "flax", "safetensors")
+PACKAGES = ("jax-triton", "triton", "torch", "fla-core", "transformers", "flax", "safetensors")
 
 
 ENDED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # not interrupted

@@ -146,8 +146,8 @@ class _Reader:
             norm_eps=self.norm_eps(),
             allow_neg_eigval=bool(self.flag(DOUBLED)),
             conv_bias=self.flag(CONV_BIAS),
-            full_gate=self.flag((f"{LA}.use_full_rank_gate", "use_full_rank_gate", "no_kda_lora")),
-            full_forget=self.flag(("no_kda_lora",)),
+            full_gate=self.full(f"{LA}.use_full_rank_gate", "use_full_rank_gate", "no_kda_lora"),
+            full_forget=self.full("no_kda_lora"),
             quantization=self.quantization(),
         )
         layers = self.layers()
@@ -179,6 +179,12 @@ class _Reader:
         if value is not None and type(value) is not bool:
             self.fail(f"`{key}` must be true or false (got {shown(value)})")
         return value
+
+    def full(self, *keys):
+        """Whether a gate is of full rank, or None where nothing is said."""
+        said = self.flag(keys)
+        # transformers' own class has no other gate, and writes no key that says so.
+        return True if said is None and self.kind == "bailing_hybrid" else said
 
     def require(self, key, wanted):
         there, value = self.present(key)

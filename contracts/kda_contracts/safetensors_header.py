@@ -9,8 +9,8 @@ import math
 import os
 import stat
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from operator import mul
+from itertools import chain, repeat
+from operator import eq, le, mul, sub
 from pathlib import Path
 
 from kda_contracts.arrays import ArrayFacts
@@ -215,27 +215,31 @@ def _judge(path, header, data_bytes):
         lambda entry: _naturals([entry["data_offsets"]]) and len(entry["data_offsets"]) == 2,
         lambda entry: f"has no pair of offsets: {str(entry['data_offsets'])[:80]}",
     )
+    numbers = list(chain.from_iterable(offsets))
+    begins, ends = numbers[::2], numbers[1::2]
     require(
-        all(begin <= end <= data_bytes for begin, end in offsets),
+        all(map(le, begins, ends)) and max(ends, default=0) <= data_bytes,
         lambda entry: entry["data_offsets"][0] <= entry["data_offsets"][1] <= data_bytes,
         lambda entry: (
             f"lies at {entry['data_offsets'][0]}..{entry['data_offsets'][1]}, outside "
             f"the file's {data_bytes} bytes of data"
         ),
     )
-    bits = list(map(mul, map(math.prod, shapes), map(ITEM_BITS.get, dtypes)))
+    bits = map(mul, map(math.prod, shapes), map(ITEM_BITS.get, dtypes))
     require(
-        bits == [(end - begin) * 8 for begin, end in offsets],
+        all(map(eq, bits, map(mul, map(sub, ends, begins), repeat(8)))),
         lambda entry: _bits(entry) == _length(entry) * 8,
         lambda entry: (
             f"is {entry['shape']} {entry['dtype']}, {_bits(entry) // 8} bytes, and has "
             f"{_length(entry)}"
         ),
     )
-    spans = sorted(offsets)
-    if any(before[1] != after[0] for before, after in pairwise([[0, 0], *spans])):
+    # Each tensor begins where one ends, so that every byte belongs to one alone.
+    begins.sort()
+    ends.sort()
+    if begins != [0, *ends[:-1]][: len(begins)]:
         _name_gap(path, header)
-    reached = spans[-1][1] if spans else 0
+    reached = ends[-1] if ends else 0
     if reached != data_bytes:
         raise BadFileError(
             path, f"{data_bytes - reached} bytes behind the last tensor belong to none"

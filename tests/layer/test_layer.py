@@ -408,6 +408,17 @@ def test_by_default_prefill_in_pieces_is_prefill_at_once():
     assert_near(jnp.concatenate([first, rest]), whole, 1e-6)
 
 
+def test_lings_gates_are_full_where_transformers_writes_no_key_for_it():
+    ling = dict(model_type="bailing_hybrid", hidden_size=40, num_attention_heads=4, head_dim=24)
+    ling |= dict(short_conv_kernel_size=5, kda_safe_gate=True, kda_lower_bound=-5.0)
+    sizes = dict(D=40, H=4, HV=4, K=24, V=24, W=5, lower_bound=-5.0, norm_eps=1e-6)
+    full = kda_jax.KDAConfig(**sizes, gate_rank=None, forget_rank=None)
+    assert kda_jax.config_from_hf(ling) == full
+    assert kda_jax.config_from_hf(ling | dict(no_kda_lora=True)) == full
+    low = kda_jax.config_from_hf(ling | dict(no_kda_lora=False))
+    assert low == kda_jax.KDAConfig(**sizes, gate_rank=24, forget_rank=24)
+
+
 def test_any_batch_exports_as_one_program():
     config, params, cache = make("softplus, low rank")
     B = jax.export.symbolic_shape("B")[0]
