@@ -15,11 +15,13 @@ from kda_contracts.layer import CHECKPOINT
 from kda_contracts.model_config import ModelConfig, read_model_config
 from kda_contracts.normalize import padded
 from kda_contracts.options import one_of
-from kda_contracts.safetensors_header import printable, short
+from kda_contracts.safetensors_header import BadFileError, printable, short
 from kda_contracts.spec import Layout, Operand
 from kda_contracts.tensor_names import KDA_ONLY, Source
 
 MOST_FAULTS = 50  # that `str()` of a report tells
+MOST_STRANGERS = 50  # tensors of one layer that are no tensors of it, and are told one by one
+MOST_BLOCKS = 1000  # of attention, far above any model's
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,18 @@ def survey(path, tp=1) -> Survey:
     found = tensor_names.find_layers(headers)
     with_rates = {i for i, x in found.items() if any(KDA_ONLY & y.keys() for y in x.values())}
     declared = _declared(model, with_rates)
+    blocks = sum(map(len, found.values()))
+    if blocks > MOST_BLOCKS:
+        raise BadFileError(path, f"it has {blocks} attention blocks, more than {MOST_BLOCKS}")
     layers, sources = [], []
-    for index in sorted(with_rates | declared.get("kda", frozenset())):
+    indices = with_rates | declared.get("kda", frozenset())
+    missing = indices - found.keys()
+    others = tensor_names.below(headers, missing) if missing else {}
+    for index in sorted(indices):
         by_prefix = found.get(index, {})
         kda = {prefix: x for prefix, x in by_prefix.items() if KDA_ONLY & x.keys()}
         if not kda:
-            layers.append(_missing_layer(index, by_prefix, headers))
+            layers.append(_missing_layer(index, by_prefix, others.get(index)))
             sources.append({})
         for prefix, tensors in kda.items():
             layer, tensors = _judge_layer(index, prefix, tensors, model, declared)
@@ -203,14 +211,14 @@ def _declared(model, found):
     return {kind: frozenset(x - first for x in layers) for kind, layers in listed.items()}
 
 
-def _missing_layer(index, by_prefix, headers):
+def _missing_layer(index, by_prefix, others):
     """The report of a layer that config.json calls KDA, and that has none of KDA's own tensors."""
     held = sorted(name for tensors in by_prefix.values() for name in tensors)
     message = f"layer {index} is a KDA layer by config.json, but has no A_log and no dt_bias"
     if held:
         kind = "MLA" if any("kv_a_proj" in name for name in held) else "another kind of layer"
         seen = f"this looks like {kind}: it holds {_some(held, 4)}"
-    elif others := tensor_names.below(headers, index):
+    elif others:
         message = f"layer {index} is a KDA layer by config.json, and has an unknown layout"
         seen = f"below `layers.{index}.` the file holds {_some(others, 4)}"
     else:
@@ -275,9 +283,12 @@ def _judge_layer(index, prefix, tensors, model, declared):
         elif tensor.required or biased:
             wanted = f"expected {_expected(tensor, sizes)}"
             faults.append(Fault(name, f"`{_full(prefix, name)}` is missing", wanted))
-    for name in sorted(tensors.keys() - known.keys()):
+    strangers = sorted(tensors.keys() - known.keys())
+    for name in strangers[:MOST_STRANGERS]:
         told = f"`{_full(prefix, name)}` is no tensor of such a KDA layer"
         faults.append(Fault(short(name), told, remedy.for_stranger(name)))
+    if more := len(strangers[MOST_STRANGERS:]):
+        faults.append(Fault("", f"layer {index} has {more} more tensors of no such KDA layer"))
     if scaled := [x for x in tensors.values() if x.scale]:
         forms = sorted({f"{x.array.dtype} by {x.block[0]} x {x.block[1]}" for x in scaled})
         notes.append(
