@@ -58,7 +58,7 @@ def opened(found):
         if source.array.dtype not in FLOAT8:
             return files[header.path][1].get_slice(source.name)[slices]
         # safetensors 0.8 has no FP8 for NumPy: what it wants to look up there does not exist.
-        shape = tuple(header.entries[source.name]["shape"])
+        shape = header.entries[source.name][1]
         stored = np.memmap(header.path, np.uint8, "r", header.start(source.name), shape)
         return np.array(stored[slices]).view(FLOAT8[source.array.dtype])
 

@@ -15,11 +15,13 @@ from kda_contracts.layer import CHECKPOINT
 from kda_contracts.model_config import ModelConfig, read_model_config
 from kda_contracts.normalize import padded
 from kda_contracts.options import one_of
-from kda_contracts.safetensors_header import printable, short
+from kda_contracts.safetensors_header import BadFileError, printable, short
 from kda_contracts.spec import Layout, Operand
 from kda_contracts.tensor_names import KDA_ONLY, Source
 
 MOST_FAULTS = 50  # that `str()` of a report tells
+MOST_STRANGERS = 50  # tensors of one layer that are no tensors of it, and are told one by one
+MOST_BLOCKS = 1000  # of attention, far above any model's
 
 
 @dataclass(frozen=True)
@@ -140,16 +142,20 @@ def survey(path, tp=1) -> Survey:
     found = tensor_names.find_layers(headers)
     with_rates = {i for i, x in found.items() if any(KDA_ONLY & y.keys() for y in x.values())}
     declared = _declared(model, with_rates)
+    blocks = sum(map(len, found.values()))
+    if blocks > MOST_BLOCKS:
+        raise BadFileError(path, f"it has {blocks} attention blocks, more than {MOST_BLOCKS}")
     layers, sources = [], []
     wanted = declared.get("kda", frozenset())
-    held = tensor_names.below(headers) if wanted - with_rates else {}
+    missing = wanted - found.keys()
+    others = tensor_names.below(headers, missing) if missing else {}
     if not model.listed:  # a rule names more layers than a part of a model has
-        wanted = {index for index in wanted if index in with_rates or index in held}
+        wanted = {index for index in wanted if index in found or index in others}
     for index in sorted(with_rates | wanted):
         by_prefix = found.get(index, {})
         kda = {prefix: x for prefix, x in by_prefix.items() if KDA_ONLY & x.keys()}
         if not kda:
-            layers.append(_missing_layer(index, by_prefix, held.get(index)))
+            layers.append(_missing_layer(index, by_prefix, others.get(index)))
             sources.append({})
         for prefix, tensors in kda.items():
             layer, tensors = _judge_layer(index, prefix, tensors, model, declared)
@@ -279,9 +285,12 @@ def _judge_layer(index, prefix, tensors, model, declared):
         elif tensor.required or biased:
             wanted = f"expected {_expected(tensor, sizes)}"
             faults.append(Fault(name, f"`{_full(prefix, name)}` is missing", wanted))
-    for name in sorted(tensors.keys() - known.keys()):
+    strangers = sorted(tensors.keys() - known.keys())
+    for name in strangers[:MOST_STRANGERS]:
         told = f"`{_full(prefix, name)}` is no tensor of such a KDA layer"
         faults.append(Fault(short(name), told, remedy.for_stranger(name)))
+    if more := len(strangers[MOST_STRANGERS:]):
+        faults.append(Fault("", f"layer {index} has {more} more tensors of no such KDA layer"))
     if scaled := [x for x in tensors.values() if x.scale]:
         forms = sorted({f"{x.array.dtype} by {x.block[0]} x {x.block[1]}" for x in scaled})
         notes.append(

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,9 @@ from kda_contracts.checkpoint import check_checkpoint
 from kda_contracts.judge import ContractError
 from kda_contracts.safetensors_header import BadFileError
 from kda_contracts.version import __version__
+
+# In JSON's ASCII: an escaped backslash, a pair of surrogates, or half of one.
+PAIRS = re.compile(r"\\\\|\\ud[89ab]..\\ud[c-f]..|\\ud[89a-f]..")
 
 
 def main(arguments=None):
@@ -60,8 +64,10 @@ class _Unbroken:
         return getattr(self.stream, name)
 
     def write(self, text):
+        encoding = self.stream.encoding or "utf-8"
+        shown = text.encode(encoding, "backslashreplace").decode(encoding)
         try:
-            written = self.stream.write(text)
+            written = self.stream.write(shown)
             self.stream.flush()
         except BrokenPipeError:
             # Python flushes it again when it ends, and would complain then.
@@ -125,6 +131,15 @@ def add_check(commands, by_values=None):
     return parser
 
 
+def _json(table):
+    """JSON that every parser takes: half of a pair of surrogates, as a name may have, is none."""
+
+    def mended(match):
+        return "\\ufffd" if len(match[0]) == 6 else match[0]
+
+    return PAIRS.sub(mended, json.dumps(table, allow_nan=False))
+
+
 def _by_headers(options):
     return check_checkpoint(options.checkpoint, tp=options.tp)
 
@@ -135,9 +150,9 @@ def _check(options):
         report = judge(options)
     except (BadFileError, ContractError, ImportError) as error:
         if options.json:
-            print(json.dumps({"ok": False, "error": str(error)}))
+            print(_json({"ok": False, "error": str(error)}))
         else:
             print(f"cannot be judged: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(dataclasses.asdict(report) | {"ok": report.ok}) if options.json else report)
+    print(_json(dataclasses.asdict(report) | {"ok": report.ok}) if options.json else report)
     return 0 if report.ok else 1

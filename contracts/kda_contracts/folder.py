@@ -10,11 +10,15 @@ from kda_contracts.safetensors_header import BadFileError, Header, read_header, 
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# An index of 300,000 tensors has 35 MB; what has more is not parsed. A config.json has 0.1 MB.
-INDEX_BYTES = 40_000_000
+# A config.json has 0.1 MB, the index of 180,000 tensors 17 MB, and their headers 25 MB. What has
+# more is not parsed, since all of it has 2 s and 256 MiB.
 CONFIG_BYTES = 4_000_000
-# Of all files of a folder: 450,000 tensors.
-ALL_HEADERS_BYTES = 64_000_000
+INDEX_BYTES = 20_000_000
+ALL_HEADERS_BYTES = 25_000_000
+# The least bytes for each mark. A config's lists are judged by name; an entry of an index has two
+# long strings.
+OF_A_CONFIG = {"{": 45, "[": 20, '"': 5}
+OF_AN_INDEX = {"{": 10_000, "[": 10_000, '"': 12, ",": 45, ":": 45}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -41,7 +45,7 @@ def home_of(path) -> Path:
 
 def read_config(path) -> dict:
     """The content of the config.json beside or in `path`. Raises BadFileError."""
-    return read_json(inside(home_of(path), "config.json"), CONFIG_BYTES)
+    return read_json(inside(home_of(path), "config.json"), CONFIG_BYTES, OF_A_CONFIG)
 
 
 def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
@@ -77,23 +81,29 @@ def _of_file(path):
 
 
 def _of_index(folder):
-    weight_map = read_json(inside(folder, INDEX), INDEX_BYTES).get("weight_map")
+    weight_map = read_json(inside(folder, INDEX), INDEX_BYTES, OF_AN_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
         raise BadFileError(folder / INDEX, "weight_map must be an object of file names")
+    named: dict[str, set] = {}
+    for name, file in weight_map.items():
+        named.setdefault(file, set()).add(name)
+    del weight_map
     headers, left = {}, ALL_HEADERS_BYTES
-    for file in sorted(set(weight_map.values())):
-        headers[file] = read_header(inside(folder, file))
-        left -= headers[file].data_start
+    for file in sorted(named):
+        header, names = read_header(inside(folder, file)), named.pop(file)
+        left -= header.data_start
         if left < 0:
             raise BadFileError(
                 folder / INDEX, f"its files have more than {ALL_HEADERS_BYTES} bytes of headers"
             )
-    for name, file in weight_map.items():
-        if name not in headers[file].entries:
+        if lost := names - header.entries.keys():
             raise BadFileError(
-                folder / INDEX, f"{short(name)!a} is said to be in {file}, which does not hold it"
+                folder / INDEX,
+                f"{short(min(lost))!a} is said to be in {file}, which does not hold it",
             )
-    return {name: headers[file] for name, file in weight_map.items()}
+        # The header's own strings: those of the index are given back.
+        headers.update((name, header) for name in header.entries if name in names)
+    return headers
 
 
 def inside(folder, name):

@@ -10,7 +10,7 @@ import os
 import stat
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import eq, le, mul, sub
+from operator import itemgetter, le, mul, sub
 from pathlib import Path
 
 from kda_contracts.arrays import ArrayFacts
@@ -18,6 +18,7 @@ from kda_contracts.arrays import ArrayFacts
 # Four times the header of 48e9 parameters with 256 experts a layer in one file (3.0e6 bytes), and
 # what is parsed within 2 s and 256 MiB whatever it holds. The format's own limit is 1e8.
 MAX_HEADER_BYTES = 12_500_000
+SHORT = 1_000_000  # characters of JSON that are parsed twice, to say which key stands twice
 MAX_RANK = 16
 MAX_NAME = 80  # characters of a name that an error shows
 ITEM_BITS = {
@@ -30,6 +31,9 @@ ITEM_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+KEYS = frozenset({"dtype", "shape", "data_offsets"})
+# The least bytes of JSON for each mark, as a scalar with a name of one letter has them.
+OF_TENSORS = {"{": 45, "[": 20, '"': 5, ",": 10, ":": 12}
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -52,8 +56,9 @@ def short(name):
 
 @dataclass(frozen=True)
 class Header:
-    """What one file says of its tensors: {name: its entry}, all judged, and where its data begin.
+    """What one file says of its tensors, all judged: {name: (dtype, shape, where its data begin)}.
 
+    A tuple has a fifth of the bytes of the JSON's objects, and a folder has 100,000 of them.
     `identity` tells the file from another that took its place later.
     """
 
@@ -63,12 +68,12 @@ class Header:
     identity: tuple
 
     def facts(self, name) -> ArrayFacts:
-        entry = self.entries[name]
-        return ArrayFacts(tuple(entry["shape"]), NAMES.get(entry["dtype"], entry["dtype"]))
+        dtype, shape, _ = self.entries[name]
+        return ArrayFacts(shape, NAMES.get(dtype, dtype))
 
     def start(self, name) -> int:
         """Where a tensor's data begin in the file, in bytes."""
-        return self.data_start + self.entries[name]["data_offsets"][0]
+        return self.data_start + self.entries[name][2]
 
 
 def identity(path):
@@ -98,25 +103,29 @@ def read_header(path) -> Header:
             raise BadFileError(
                 path, f"truncated: its header claims {length} bytes, and {file_bytes - 8} follow"
             )
-        entries = _entries(path, file.read(length))
+        text = _text(path, file.read(length))
+    entries, metadata = _entries(path, text)
     _judge(path, entries, file_bytes - 8 - length)
+    if len(text) > SHORT and not _each_key_once(text, entries, metadata):
+        raise BadFileError(path, "a key stands twice in one JSON object")
     known = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-    return Header(Path(path), entries, 8 + length, known)
+    return Header(Path(path), _small(entries), 8 + length, known)
 
 
-def read_json(path, limit=MAX_HEADER_BYTES):
-    """The object in a JSON file of at most `limit` bytes. Raises BadFileError."""
+def read_json(path, limit=MAX_HEADER_BYTES, most=None):
+    """The object in a JSON file of at most `limit` bytes, as dense as `parse_json` says."""
     with _open_regular(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise BadFileError(path, f"more than {limit} bytes of JSON")
-    return parse_json(path, _text(path, content))
+        if os.fstat(file.fileno()).st_size > limit:
+            raise BadFileError(path, f"more than {limit} bytes of JSON")
+        text = _text(path, file.read(limit))  # the bytes are not kept beside the text
+    return parse_json(path, text, most=most)
 
 
-def parse_json(path, text, judge_keys=True):
+def parse_json(path, text, judge_keys=True, most=None):
     """The JSON object in a text. Raises BadFileError on anything else.
 
-    `judge_keys`: whether a key that stands twice is found, which takes twice as long.
+    `judge_keys`: whether a key that stands twice is found, which takes twice as long. `most`: of
+    each mark, how many bytes of the text there are for one at the least.
     """
 
     def without_duplicates(pairs):
@@ -130,9 +139,8 @@ def parse_json(path, text, judge_keys=True):
     def refuse(constant):
         raise BadFileError(path, f"{constant} is not JSON")
 
-    # JSON that is all brackets takes 30 times its size, and a second for each 2 MB. These are four
-    # times what the smallest tensors need.
-    for mark, bytes_each in (("{", 40), ("[", 16), ('"', 5)):
+    # JSON that is all brackets takes 30 times its size, and a second for each 2 MB.
+    for mark, bytes_each in (most or OF_TENSORS).items():
         if text.count(mark) > 2000 + len(text) // bytes_each:
             raise BadFileError(path, f"its JSON has {text.count(mark)} {mark} in {len(text)} bytes")
     try:
@@ -156,16 +164,35 @@ def _text(path, content):
         raise BadFileError(path, f"not UTF-8 at byte {error.start} of the JSON") from None
 
 
-def _entries(path, content):
-    """{name: entry} of a header's JSON."""
-    text = _text(path, content)
+def _entries(path, text):
+    """`({name: entry}, metadata)` of a header's JSON; in a short one no key stands twice."""
     entries = parse_json(path, text, judge_keys=False)
-    entries.pop("__metadata__", None)
-    # As many keys as entries: then none stands twice, and none was lost. Otherwise the longer way
-    # says which.
-    if any(text.count(f'"{key}"') != len(entries) for key in ("dtype", "shape", "data_offsets")):
+    metadata = entries.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
+        raise BadFileError(path, "its __metadata__ must be an object of strings")
+    if len(text) <= SHORT and not _each_key_once(text, entries, metadata):
         parse_json(path, text)
-    return entries
+    return entries, metadata
+
+
+def _each_key_once(text, entries, metadata):
+    """As many keys as entries: then none stands twice, and none was lost."""
+    others = [*entries, *metadata, *metadata.values()]
+    return all(text.count(f'"{key}"') == len(entries) + others.count(key) for key in KEYS)
+
+
+def _small(entries):
+    """The judged entries as tuples, which share their shapes."""
+    shapes, dtypes = {}, {dtype: dtype for dtype in ITEM_BITS}
+    return {
+        name: (
+            dtypes[entry["dtype"]],
+            shapes.setdefault(shape := tuple(entry["shape"]), shape),
+            entry["data_offsets"][0],
+        )
+        for name, entry in entries.items()
+    }
 
 
 def _open_regular(path):
@@ -191,10 +218,9 @@ def _judge(path, header, data_bytes):
                 if not ok(entry):
                     raise BadFileError(path, f"{short(name)!a} {fault(entry)}")
 
-    keys = {"dtype", "shape", "data_offsets"}
     require(
-        set(map(type, entries)) <= {dict} and all(map(keys.issubset, entries)),
-        lambda entry: type(entry) is dict and keys <= entry.keys(),
+        set(map(type, entries)) <= {dict} and all(map(KEYS.issubset, entries)),
+        lambda entry: type(entry) is dict and entry.keys() >= KEYS,
         lambda entry: "has no dtype, shape and data_offsets",
     )
     dtypes = [entry["dtype"] for entry in entries]
@@ -215,8 +241,7 @@ def _judge(path, header, data_bytes):
         lambda entry: _naturals([entry["data_offsets"]]) and len(entry["data_offsets"]) == 2,
         lambda entry: f"has no pair of offsets: {str(entry['data_offsets'])[:80]}",
     )
-    numbers = list(chain.from_iterable(offsets))
-    begins, ends = numbers[::2], numbers[1::2]
+    begins, ends = [list(map(itemgetter(i), offsets)) for i in (0, 1)]
     require(
         all(map(le, begins, ends)) and max(ends, default=0) <= data_bytes,
         lambda entry: entry["data_offsets"][0] <= entry["data_offsets"][1] <= data_bytes,
@@ -225,21 +250,19 @@ def _judge(path, header, data_bytes):
             f"the file's {data_bytes} bytes of data"
         ),
     )
-    bits = map(mul, map(math.prod, shapes), map(ITEM_BITS.get, dtypes))
+    bits = list(map(mul, map(math.prod, shapes), map(ITEM_BITS.get, dtypes)))
     require(
-        all(map(eq, bits, map(mul, map(sub, ends, begins), repeat(8)))),
+        bits == list(map(mul, map(sub, ends, begins), repeat(8))),
         lambda entry: _bits(entry) == _length(entry) * 8,
         lambda entry: (
             f"is {entry['shape']} {entry['dtype']}, {_bits(entry) // 8} bytes, and has "
             f"{_length(entry)}"
         ),
     )
-    # Each tensor begins where one ends, so that every byte belongs to one alone.
-    begins.sort()
-    ends.sort()
-    if begins != [0, *ends[:-1]][: len(begins)]:
+    spans = sorted(zip(begins, ends, strict=True))
+    if list(map(itemgetter(0), spans)) != [0, *map(itemgetter(1), spans)][:-1]:
         _name_gap(path, header)
-    reached = ends[-1] if ends else 0
+    reached = max(ends, default=0)
     if reached != data_bytes:
         raise BadFileError(
             path, f"{data_bytes - reached} bytes behind the last tensor belong to none"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kda_contracts.arrays import ArrayFacts
-from kda_contracts.safetensors_header import Header
+from kda_contracts.safetensors_header import BadFileError, Header
 
 # torch.compile, DDP, FSDP, activation checkpointing, NeMo's float32 holder
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -20,7 +20,9 @@ LAYER = re.compile(
     r"\.(?P<tensor>.+)",
     re.S,
 )
-NUMBERED = re.compile(r"(?:^|.*\.)(?:layers|blocks|h)\.(?P<index>[0-9]{1,6})\.(?P<rest>.+)", re.S)
+NUMBERED = re.compile(r"(?:^|(?<=\.))(?:layers|blocks|h)\.([0-9]{1,6})\.(?=.)", re.S)
+MOST_RESTS = 1000  # names of a layer that are held at once to find the first few
+MOST_TENSORS = 50_000  # of all attention blocks, far above any model
 KDA_ONLY = frozenset({"A_log", "dt_bias"})  # what no full-attention layer has
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 UNMERGED = "merge the adapter into the model first"
@@ -63,10 +65,16 @@ def released_name(tensor):
 def find_layers(headers: dict[str, Header]) -> dict[int, dict[str, dict[str, Source]]]:
     """{layer: {prefix: {released name: Source}}} of all attention blocks."""
     found: dict[int, dict[str, dict[str, Source]]] = {}
+    count = 0
     for name, header in headers.items():
         if "attn." not in name and "attention." not in name:
             continue  # of 21,000 names 20,000
         if match := LAYER.fullmatch(WRAPPED.sub("", name)):
+            count += 1
+            if count > MOST_TENSORS:
+                raise BadFileError(
+                    header.path, f"more than {MOST_TENSORS} tensors of attention blocks"
+                )
             tensors = found.setdefault(int(match["index"]), {}).setdefault(match["prefix"], {})
             tensor = released_name(match["tensor"])
             # What two stored tensors mean stays under its own name, which no layout has.
@@ -80,19 +88,24 @@ def foreign(tensors):
     """`(whose names these are, one of them, what to do)` of a layout that is recognised and not
     read, or None.
     """
+    names = sorted(tensors)
     for mark, (who, cure) in FOREIGN.items():
-        if name := next((name for name in sorted(tensors) if mark in name), None):
+        if name := next((name for name in names if mark in name), None):
             return who, name, cure
     return None
 
 
-def below(headers) -> dict[int, list[str]]:
-    """{layer: what stands below `layers.<layer>.`, under whatever names, sorted}."""
-    rests: dict[int, list[str]] = {}
-    for name in sorted(headers):
-        if match := NUMBERED.fullmatch(name):
-            rests.setdefault(int(match["index"]), []).append(match["rest"])
-    return rests
+def below(headers, layers) -> dict[int, list[str]]:
+    """{layer: what stands below `layers.<i>.` under whatever names, sorted; of many the first}."""
+    found: dict[int, list[str]] = {}
+    for name in headers:
+        match = NUMBERED.search(name)
+        if match and (index := int(match[1])) in layers:
+            rests = found.setdefault(index, [])
+            rests.append(name[match.end() :])
+            if len(rests) > MOST_RESTS:
+                found[index] = sorted(rests)[: MOST_RESTS // 2]
+    return {index: sorted(rests) for index, rests in found.items()}
 
 
 def separated(tensors, sizes):
