@@ -7,14 +7,19 @@ from pathlib import Path
 from kda_contracts.arrays import ArrayFacts
 from kda_contracts.judge import ContractError
 from kda_contracts.safetensors_header import BadFileError, Header, read_header, read_json, short
+from kda_contracts.tensor_names import of_attention
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# A config.json has 0.1 MB, the index of 180,000 tensors 17 MB, and their headers 25 MB. What has
-# more is not parsed, since all of it has 2 s and 256 MiB.
+NUMBERED = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
+# A config.json has 0.1 MB, the index of 130,000 tensors 15 MB, and their headers 22 MB. All of it
+# has 2 s and 256 MiB, so the index of a larger model is not parsed (Kimi-K3's 500,000 tensors have
+# one of 66 MB): its files are numbered, and of their headers attention's tensors are kept.
 CONFIG_BYTES = 4_000_000
-INDEX_BYTES = 20_000_000
+INDEX_BYTES = 15_000_000
 ALL_HEADERS_BYTES = 25_000_000
+NUMBERED_HEADERS_BYTES = 130_000_000
+NUMBERED_TENSORS = 800_000
 # The least bytes for each mark. A config's lists are judged by name; an entry of an index has two
 # long strings.
 OF_A_CONFIG = {"{": 45, "[": 20, '"': 5}
@@ -50,23 +55,27 @@ def read_config(path) -> dict:
 
 def find_tensors(path) -> dict[str, tuple[Path, ArrayFacts]]:
     """{name: (file, ArrayFacts)} of a safetensors file or a folder of them. Raises BadFileError."""
-    return {name: (x.path, x.facts(name)) for name, x in find_headers(located(path)).items()}
+    headers = find_headers(located(path), only=None)
+    return {name: (x.path, x.facts(name)) for name, x in headers.items()}
 
 
-def find_headers(path: Path) -> dict[str, Header]:
-    """{tensor name: the header of the file that holds it}. Raises BadFileError."""
+def find_headers(path: Path, only=of_attention) -> dict[str, Header]:
+    """{tensor name: the header of the file that holds it}, with entries as `only` asks for.
+
+    Raises BadFileError.
+    """
     if not path.is_dir():
-        return _of_file(path)
+        return _of_file(path, only)
     try:
         files = sorted(x.name for x in path.iterdir() if x.name.endswith(".safetensors"))
     except OSError as error:
         raise BadFileError(path, error.strerror or str(error)) from None
     if SINGLE in files:
-        return _of_file(inside(path, SINGLE))
+        return _of_file(inside(path, SINGLE), only)
     if os.path.lexists(path / INDEX):
-        return _of_index(path)
+        return _of_index(path, only)
     if len(files) == 1:
-        return _of_file(inside(path, files[0]))
+        return _of_file(inside(path, files[0]), only)
     raise BadFileError(
         path,
         f"{len(files)} safetensors files, no {SINGLE} and no {INDEX}"
@@ -75,12 +84,14 @@ def find_headers(path: Path) -> dict[str, Header]:
     )
 
 
-def _of_file(path):
-    header = read_header(path)
-    return dict.fromkeys(header.entries, header)
+def _of_file(path, only):
+    header = read_header(path, only)
+    return dict.fromkeys(header.names, header)
 
 
-def _of_index(folder):
+def _of_index(folder, only):
+    if (folder / INDEX).stat().st_size > INDEX_BYTES:
+        return _of_numbered(folder)
     weight_map = read_json(inside(folder, INDEX), INDEX_BYTES, OF_AN_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
         raise BadFileError(folder / INDEX, "weight_map must be an object of file names")
@@ -90,19 +101,50 @@ def _of_index(folder):
     del weight_map
     headers, left = {}, ALL_HEADERS_BYTES
     for file in sorted(named):
-        header, names = read_header(inside(folder, file)), named.pop(file)
+        header, names = read_header(inside(folder, file), only), named.pop(file)
         left -= header.data_start
         if left < 0:
             raise BadFileError(
                 folder / INDEX, f"its files have more than {ALL_HEADERS_BYTES} bytes of headers"
             )
-        if lost := names - header.entries.keys():
+        if lost := names.difference(header.names):
             raise BadFileError(
                 folder / INDEX,
                 f"{short(min(lost))!a} is said to be in {file}, which does not hold it",
             )
         # The header's own strings: those of the index are given back.
-        headers.update((name, header) for name in header.entries if name in names)
+        headers.update((name, header) for name in header.names if name in names)
+    return headers
+
+
+def _of_numbered(folder):
+    """The tensors of attention in files that say how many they are: no index is needed for that."""
+    groups: dict[tuple, set] = {}
+    for file in folder.iterdir():
+        if match := NUMBERED.fullmatch(file.name):
+            groups.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    whole = [key for key, numbers in groups.items() if numbers == set(range(1, key[1] + 1))]
+    if len(whole) != 1:
+        raise BadFileError(
+            folder / INDEX,
+            f"more than {INDEX_BYTES} bytes, and no whole set of files -00001-of-... beside it",
+        )
+    ((stem, count),) = whole
+    headers, size, tensors = {}, 0, 0
+    for number in range(1, count + 1):
+        path = inside(folder, f"{stem}-{number:05}-of-{count:05}.safetensors")
+        header = read_header(path, of_attention)
+        size, tensors = size + header.data_start, tensors + len(header.names)
+        if size > NUMBERED_HEADERS_BYTES or tensors > NUMBERED_TENSORS:
+            raise BadFileError(
+                folder,
+                f"its files have more than {NUMBERED_HEADERS_BYTES} bytes of headers, or more "
+                f"than {NUMBERED_TENSORS} tensors",
+            )
+        for name in header.entries:
+            if name in headers:
+                raise BadFileError(path, f"{short(name)!a} is in {headers[name].path.name} too")
+            headers[name] = header
     return headers
 
 

@@ -56,13 +56,15 @@ def short(name):
 
 @dataclass(frozen=True)
 class Header:
-    """What one file says of its tensors, all judged: {name: (dtype, shape, where its data begin)}.
+    """What one file says of its tensors, all judged: their names, and of those that were asked for
+    {name: (dtype, shape, where its data begin)}.
 
     A tuple has a fifth of the bytes of the JSON's objects, and a folder has 100,000 of them.
     `identity` tells the file from another that took its place later.
     """
 
     path: Path
+    names: tuple
     entries: dict
     data_start: int
     identity: tuple
@@ -82,8 +84,11 @@ def identity(path):
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def read_header(path) -> Header:
-    """The header of a safetensors file. Raises BadFileError, and nothing else."""
+def read_header(path, only=None) -> Header:
+    """The header of a safetensors file. Raises BadFileError, and nothing else.
+
+    `only(name)` says of which tensors the entries are kept, after all were judged.
+    """
     with _open_regular(path) as file:
         found = os.fstat(file.fileno())
         file_bytes = found.st_size
@@ -109,7 +114,8 @@ def read_header(path) -> Header:
     if len(text) > SHORT and not _each_key_once(text, entries, metadata):
         raise BadFileError(path, "a key stands twice in one JSON object")
     known = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-    return Header(Path(path), _small(entries), 8 + length, known)
+    kept = {name: x for name, x in entries.items() if only(name)} if only else entries
+    return Header(Path(path), tuple(entries), _small(kept), 8 + length, known)
 
 
 def read_json(path, limit=MAX_HEADER_BYTES, most=None):

@@ -62,12 +62,17 @@ def released_name(tensor):
     return "o_proj" + tensor.removeprefix("dense") if tensor.startswith("dense.") else tensor
 
 
+def of_attention(name):
+    """Whether a tensor may be one of an attention block: a word that is quickly found."""
+    return "attn." in name or "attention." in name or name.endswith(("A_log", "dt_bias"))
+
+
 def find_layers(headers: dict[str, Header]) -> dict[int, dict[str, dict[str, Source]]]:
     """{layer: {prefix: {released name: Source}}} of all attention blocks."""
     found: dict[int, dict[str, dict[str, Source]]] = {}
     count = 0
     for name, header in headers.items():
-        if "attn." not in name and "attention." not in name:
+        if name not in header.entries:
             continue  # of 21,000 names 20,000
         if match := LAYER.fullmatch(WRAPPED.sub("", name)):
             count += 1
