@@ -418,3 +418,8 @@ def test_the_checks_own_command_says_the_same(tmp_path, capsys):
     outcome = measured(tmp_path)
     assert main(["check", str(tmp_path)]) == outcome.code == 0
     assert capsys.readouterr().out == outcome.out
+
+
+def test_what_a_terminal_obeys_is_not_shown_of_a_files_name(tmp_path):
+    write(tmp_path, index=dict(weight_map=dict(x="\x1b[2J\n\u202e.safetensors")))
+    assert "\\x1b[2J\\n\\u202e.safetensors: No such file" in measured(tmp_path).err
