@@ -5,7 +5,6 @@ The command's parser serves other commands too.
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -137,7 +136,7 @@ def _json(table):
     def mended(match):
         return "\\ufffd" if len(match[0]) == 6 else match[0]
 
-    return PAIRS.sub(mended, json.dumps(table, allow_nan=False))
+    return PAIRS.sub(mended, json.dumps(table, allow_nan=False, default=vars))
 
 
 def _by_headers(options):
@@ -154,5 +153,5 @@ def _check(options):
         else:
             print(f"cannot be judged: {error}", file=sys.stderr)
         return 2
-    print(_json(dataclasses.asdict(report) | {"ok": report.ok}) if options.json else report)
+    print(_json(vars(report) | {"ok": report.ok}) if options.json else report)
     return 0 if report.ok else 1

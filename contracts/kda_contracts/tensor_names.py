@@ -22,7 +22,7 @@ LAYER = re.compile(
 )
 NUMBERED = re.compile(r"(?:^|(?<=\.))(?:layers|blocks|h)\.([0-9]{1,6})\.(?=.)", re.S)
 MOST_RESTS = 1000  # names of a layer that are held at once to find the first few
-MOST_TENSORS = 50_000  # of all attention blocks, far above any model
+MOST_TENSORS = 20_000  # of all attention blocks, far above any model
 KDA_ONLY = frozenset({"A_log", "dt_bias"})  # what no full-attention layer has
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 UNMERGED = "merge the adapter into the model first"
