@@ -158,7 +158,9 @@ def random_model(torch, family, options):
             elif x.ndim == 1:  # a norm's weight, or a bias
                 x.add_(0.25 * torch.randn_like(x))
             else:
-                x.normal_(0.0, x.shape[-1] ** -0.5)
+                # Short queries and keys: the epsilon under their length counts.
+                scale = 0.1 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+                x.normal_(0.0, scale * x.shape[-1] ** -0.5)
     return model
 
 
