@@ -427,8 +427,8 @@ BAD = {
     ),
     "too deep": (lambda p: replaced(p, SMALL, raw=b'{"x":' + b"[" * 2000), "nested too deeply"),
     "all brackets": (
-        lambda p: replaced(p, SMALL, raw=b'{"x":' + b"[" * 100_000),
-        "JSON has 100000 [",
+        lambda p: replaced(p, SMALL, raw=b'{"x":' + b"[" * 1_100_000),
+        "JSON has 1100000 [",
     ),
     "a number of many digits": (
         lambda p: replaced(p, SMALL, raw=b'{"x": ' + b"9" * 5000 + b"}"),
