@@ -481,7 +481,7 @@ def test_a_bad_file_is_one_clear_error(tmp_path, capsys, case):
     assert message in captured.err
 
 
-def test_a_header_above_the_budget_is_refused_unread(tmp_path):
+def test_the_budget_of_a_header_is_exact(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes((12_500_001).to_bytes(8, "little") + b"{}")
     with pytest.raises(BadFileError) as caught:
