@@ -224,16 +224,17 @@ def _chosen(found, wanted):
         )
     if report.faults or any(layer.faults for layer in layers):
         raise ContractError(str(dataclasses.replace(report, layers=layers)))
+    tensors = {layer.index: sources.keys() for layer, sources in chosen}
     for one, other in itertools.pairwise(layers):  # they are sorted
         if one.index == other.index:
             names = f"{one.prefix} and {other.prefix}"
             raise ContractError(
                 f"{report.path}: two layers have the number {one.index}: {printable(names)}"
             )
-        if one.layout != other.layout:
+        if one.layout != other.layout or tensors[one.index] != tensors[other.index]:
             raise ContractError(
-                f"{report.path}: layer {one.index} has the layout {one.layout!r}, and layer "
-                f"{other.index} {other.layout!r}: load them one by one"
+                f"{report.path}: layers {one.index} and {other.index} have other layouts or "
+                "biases: load them one by one"
             )
     return chosen
 
@@ -246,9 +247,9 @@ def _read_layer(read, layer, tensors, sizes, rank, ranks, dtype):
             continue  # one that may be missing
         field, how = FIELDS[tensor.name]
         part = stored.read_part(read, tensors[tensor.name], tensor, how, sizes, rank, ranks, dtype)
-        fields[field] = jnp.asarray(
-            part, part.dtype if how == "normalize" or dtype is None else dtype
-        )
+        if how != "normalize" and dtype is not None:
+            part = stored.cast(part, jnp.dtype(dtype), tensors[tensor.name].name)
+        fields[field] = jnp.asarray(part)
     return KDAParams(**fields)
 
 
@@ -279,7 +280,7 @@ def _value_fault(read, source, tensor, normalized, sizes):
     except ContractError as error:  # the tail of a padded A_log
         message, _, cure = str(error).partition(". ")
         return Fault(tensor.name, message.replace(f"`{tensor.name}`", f"`{name}`"), cure)
-    wrong, first, start = 0, "", 0
+    wrong, first, start = 0, "", source.begin
     for block in blocks:
         bad = ~np.isfinite(block)
         if tensor.name == "A_log":

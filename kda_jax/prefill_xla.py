@@ -240,9 +240,9 @@ def _pairs(xs, k, G, precision):
     border = tuple(y[..., BLOCK - 1 : early : BLOCK, None, :] for y in G)
     since = _exp(_minus(tuple(y[..., 1:, :, :] for y in map(_in_blocks, G)), border))
     until = sum(_minus(border, tuple(y[..., None, :early, :] for y in G)))
-    until = k[..., None, :early, :] * jnp.exp(
-        jnp.minimum(until, 0)
-    )  # above 0 only where the result is of no use
+    # Above 0 only where the result is of no use. Not a minimum: its derivative is 1/2 at 0, where
+    # tokens that do not decay are.
+    until = k[..., None, :early, :] * jnp.exp(jnp.where(until > 0, 0, until))
     block = jnp.arange(CHUNK) // BLOCK
     same_block = (block[:, None] == block[None]).reshape((1,) * len(lead) + (CHUNK, CHUNK))
     pairs = []

@@ -235,7 +235,7 @@ def _nothing_found(headers):
         return Fault(
             "",
             f"no KDA layer was found under a known name, but {_some(rates, 2)}",
-            "known are layers.<i>. with self_attn, attn, linear_attn or attention behind it",
+            f"known are layers.<i>. with one of {', '.join(tensor_names.BLOCKS)} behind it",
         )
     return Fault("", "no KDA layer was found: no tensor is called A_log or dt_bias")
 
@@ -248,7 +248,8 @@ def _some(names, most):
 def _judge_layer(index, prefix, tensors, model, declared):
     """`(LayerReport, {released name: Source})`."""
     sizes, faults, notes = model.sizes, [], []
-    if declared and index not in declared["kda"]:
+    other = declared and index not in declared["kda"]
+    if other and (model.listed or index in declared["full"]):
         faults.append(
             Fault("", f"layer {index} is no KDA layer by config.json, but holds A_log or dt_bias")
         )
@@ -341,7 +342,7 @@ def _judge_tensor(prefix, tensor: Operand, source: Source, sizes, notes):
 def _readable(tensor, array, sizes):
     """Whether another shape than the released one means the same, beyond doubt."""
     if tensor.name in KDA_ONLY:
-        return _normalizable(tensor.name, array, sizes)
+        return array.ndim > 0 and _normalizable(tensor.name, array, sizes)
     if "conv1d.weight" not in tensor.name:
         return False
     channels, _, taps = tensor.shape(sizes)
@@ -351,7 +352,11 @@ def _readable(tensor, array, sizes):
 
 def _normalizable(name, array, sizes):
     """Whether the normalizer would take it; one rate per channel is no padded A_log."""
-    if array.size == math.prod((sizes["HV"], sizes["K"]) if name == "dt_bias" else (sizes["HV"],)):
+    HV, K = sizes["HV"], sizes["K"]
+    if name == "dt_bias":  # in the order of the heads: with K in front it is transposed
+        longer = [x for x in array.shape if x != 1]
+        return longer in ([x for x in (HV, K) if x != 1], [x for x in (HV * K,) if x != 1])
+    if array.size == HV:
         return True
     return name == "A_log" and padded(array, sizes["HV"]) and array.size != sizes["HV"] * sizes["K"]
 

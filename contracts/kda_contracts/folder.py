@@ -11,10 +11,11 @@ from kda_contracts.tensor_names import of_attention
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-NUMBERED = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
+# Released ones have five digits, or five and six (model-00001-of-000096).
+NUMBERED = re.compile(r"(.*)-([0-9]{1,8})-of-([0-9]{1,8})\.safetensors")
 # A config.json has 0.1 MB, the index of 110,000 tensors 12 MB, and their headers 17 MB. All of it
 # has 2 s and 256 MiB, so the index of a larger model is not parsed (Kimi-K3's 500,000 tensors have
-# one of 66 MB): its files are numbered, and of their headers attention's tensors are kept.
+# one of 66 MB): its files are numbered.
 CONFIG_BYTES = 4_000_000
 INDEX_BYTES = 12_000_000
 ALL_HEADERS_BYTES = 25_000_000
@@ -65,6 +66,9 @@ def find_headers(path: Path, only=of_attention) -> dict[str, Header]:
     Raises BadFileError.
     """
     if not path.is_dir():
+        match = NUMBERED.fullmatch(path.name)
+        if match and int(match[3]) > 1:
+            raise BadFileError(path, f"this is one of {int(match[3])} files: give the folder")
         return _of_file(path, only)
     try:
         files = sorted(x.name for x in path.iterdir() if x.name.endswith(".safetensors"))
@@ -90,10 +94,10 @@ def _of_file(path, only):
 
 
 def _of_index(folder, only):
-    if (folder / INDEX).stat().st_size > INDEX_BYTES:
-        return _of_numbered(folder)
+    if inside(folder, INDEX).stat().st_size > INDEX_BYTES:
+        return _of_numbered(folder, only)
     weight_map = read_json(inside(folder, INDEX), INDEX_BYTES, OF_AN_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
+    if not isinstance(weight_map, dict) or None in set(map(_file_name, weight_map.values())):
         raise BadFileError(folder / INDEX, "weight_map must be an object of file names")
     named: dict[str, set] = {}
     for name, file in weight_map.items():
@@ -117,23 +121,32 @@ def _of_index(folder, only):
     return headers
 
 
-def _of_numbered(folder):
-    """The tensors of attention in files that say how many they are: no index is needed for that."""
-    groups: dict[tuple, set] = {}
-    for file in folder.iterdir():
-        if match := NUMBERED.fullmatch(file.name):
-            groups.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    whole = [key for key, numbers in groups.items() if numbers == set(range(1, key[1] + 1))]
+def _file_name(x):
+    """A file's name in an index, or None for what is none."""
+    return x if isinstance(x, str) and x not in ("", ".", "..") else None
+
+
+def _of_numbered(folder, only):
+    """The tensors of files that say how many they are: no index is needed for that."""
+    groups: dict[tuple, dict] = {}
+    for file in sorted(x.name for x in folder.iterdir()):
+        if match := NUMBERED.fullmatch(file):
+            groups.setdefault((match[1], int(match[3])), {})[int(match[2])] = file
+    whole = [
+        files
+        for (_, count), files in groups.items()
+        if len(files) == count and min(files) == 1 and max(files) == count
+    ]
     if len(whole) != 1:
         raise BadFileError(
             folder / INDEX,
-            f"more than {INDEX_BYTES} bytes, and no whole set of files -00001-of-... beside it",
+            f"more than {INDEX_BYTES} bytes, and {len(whole) or 'no'} whole sets of files "
+            "-00001-of-... beside it: one is needed",
         )
-    ((stem, count),) = whole
     headers, size, tensors = {}, 0, 0
-    for number in range(1, count + 1):
-        path = inside(folder, f"{stem}-{number:05}-of-{count:05}.safetensors")
-        header = read_header(path, of_attention)
+    for _, file in sorted(whole[0].items()):
+        path = inside(folder, file)
+        header = read_header(path, only)
         size, tensors = size + header.data_start, tensors + len(header.names)
         if size > NUMBERED_HEADERS_BYTES or tensors > NUMBERED_TENSORS:
             raise BadFileError(
@@ -141,7 +154,7 @@ def _of_numbered(folder):
                 f"its files have more than {NUMBERED_HEADERS_BYTES} bytes of headers, or more "
                 f"than {NUMBERED_TENSORS} tensors",
             )
-        for name in header.entries:
+        for name in header.names:
             if name in headers:
                 raise BadFileError(path, f"{short(name)!a} is in {headers[name].path.name} too")
             headers[name] = header

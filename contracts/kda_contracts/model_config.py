@@ -55,21 +55,21 @@ FIXED = {
     f"{LA}.use_qk_l2norm_in_kernel": True,
     "kda_output_gate_act": "sigmoid",
 }
+COUNTED_FROM = f"{LA}.kda_layer_index_base"
 # Keys that have no part in the layer's mathematics, or whose part the tensors show: an output gate
 # of full rank is another tensor.
-HARMLESS = {
-    "kda_layers", "full_attn_layers", "use_full_rank_gate", "kda_use_full_proj", "kda_mode",
-    "kda_unpad_inputs", "kda_use_fused_gate",
-}  # fmt: skip
+HARMLESS = {f"{LA}.{key}" for key in ("kda_layers", "full_attn_layers", "use_full_rank_gate")}
+HARMLESS |= {"kda_use_full_proj", "kda_mode", "kda_unpad_inputs", "kda_use_fused_gate"}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A config.json, read. `layers` are the numbers that it calls KDA ("kda") or another kind
-    ("full"), as it counts; `counted_from` is 0 where it is known, else None; `listed` is whether a
-    list names them, so that each has to be there.
+    ("full"), as it counts; `counted_from` is 0 or 1 where it is known, else None; `listed` is
+    whether a list names them, so that each has to be there.
 
-    `conv_bias`, `full_gate` and `full_forget` are None where nothing is said: the tensors tell.
+    `conv_bias` is None where nothing is said: the tensors tell. They tell the ranks too, where the
+    config is wrong: None is a full one.
     """
 
     sizes: dict
@@ -77,8 +77,8 @@ class ModelConfig:
     norm_eps: float
     allow_neg_eigval: bool
     conv_bias: bool | None
-    full_gate: bool | None
-    full_forget: bool | None
+    gate_rank: int | None
+    forget_rank: int | None
     layers: dict = field(default_factory=dict)
     counted_from: int | None = None
     listed: bool = True
@@ -107,8 +107,8 @@ def numbers_of(model: ModelConfig) -> dict:
         "norm_eps": model.norm_eps,
         "allow_neg_eigval": model.allow_neg_eigval,
         "conv_bias": bool(model.conv_bias),
-        "gate_rank": None if model.full_gate else model.sizes["V"],
-        "forget_rank": None if model.full_forget else model.sizes["K"],
+        "gate_rank": model.gate_rank,
+        "forget_rank": model.forget_rank,
     }
 
 
@@ -120,7 +120,7 @@ class _Reader:
         if not isinstance(config, dict):
             self.fail(f"the JSON must be an object (got {type(config).__name__})")
         text = config.get("text_config")
-        self.outer, self.flat = config, text if isinstance(text, dict) else config
+        self.outer, self.flat = config, text if isinstance(text, dict) and text else config
         table = self.flat.get(LA)
         self.table = table if isinstance(table, dict) else {}
         kind = self.flat.get("model_type")
@@ -140,14 +140,15 @@ class _Reader:
             self.require(key, wanted)
         self.require_known_keys()
         sizes = self.sizes()
+        full_gate = self.full(f"{LA}.use_full_rank_gate", "use_full_rank_gate", "no_kda_lora")
         model = ModelConfig(
             sizes=sizes,
             lower_bound=self.lower_bound(),
             norm_eps=self.norm_eps(),
             allow_neg_eigval=bool(self.flag(DOUBLED)),
             conv_bias=self.flag(CONV_BIAS),
-            full_gate=self.full(f"{LA}.use_full_rank_gate", "use_full_rank_gate", "no_kda_lora"),
-            full_forget=self.full("no_kda_lora"),
+            gate_rank=None if full_gate else sizes["V"],
+            forget_rank=None if self.full("no_kda_lora") else sizes["V" if self.is_fla else "K"],
             quantization=self.quantization(),
         )
         layers = self.layers()
@@ -170,7 +171,7 @@ class _Reader:
         found = [(key, value) for key in keys for there, value in (self.present(key),) if there]
         said = [(key, value) for key, value in found if value is not None]
         for key, value in said[1:]:
-            if type(value) is not type(said[0][1]) or value != said[0][1]:
+            if isinstance(value, bool) != isinstance(said[0][1], bool) or value != said[0][1]:
                 self.fail(f"`{said[0][0]}` is {shown(said[0][1])}, but `{key}` is {shown(value)}")
         return said[0] if said else (found[0] if found else ("", None))
 
@@ -194,22 +195,19 @@ class _Reader:
     def require_known_keys(self):
         """No key is passed over that could change the layer: neither in the layer's own table nor
         under its prefix."""
-        known = {key.rpartition(".")[2] for keys in SIZES.values() for key in keys}
-        known |= {key.rpartition(".")[2] for key in (*BOUNDS, *SAFE, *DOUBLED, *CONV_BIAS, *FIXED)}
+        known = {key for keys in SIZES.values() for key in keys} | HARMLESS | {COUNTED_FROM}
+        known |= {*BOUNDS, *SAFE, *DOUBLED, *CONV_BIAS, *FIXED}
         same = {"num_kv_heads": "num_heads", "num_k_heads": "num_heads", "num_v_heads": "num_heads"}
         same |= {"head_k_dim": "head_dim", "head_v_dim": "head_dim", "v_head_dim": "head_dim"}
-        for key, value in self.table.items():
-            if key in same and value == self.table.get(same[key]) and type(value) is int:
-                continue
-            if value is not None and value is not False and key not in known | HARMLESS:
-                name = f"{LA}.{short(key)}"
-                self.fail(f"`{name}` is {shown(value)}: what it changes in the layer is not known")
-        for key, value in self.flat.items():
-            unknown = key.startswith("kda_") and key not in known | HARMLESS
-            if unknown and value is not None and value is not False:
-                self.fail(
-                    f"`{short(key)}` is {shown(value)}: what it changes in the layer is not known"
-                )
+        keys = {f"{LA}.{key}": x for key, x in self.table.items() if key not in same}
+        for key in same.keys() & self.table.keys():  # the layer has one number of each
+            if type(x := self.table[key]) is not int or x != self.table.get(same[key]):
+                keys[f"{LA}.{key}"] = x
+        keys |= {key: x for key, x in self.flat.items() if key.startswith("kda_")}
+        for key, x in keys.items():
+            if x is not None and x is not False and key not in known:
+                told = f"`{short(key)}` is {shown(x)}"
+                self.fail(f"{told}: what it changes in the layer is not known")
         # transformers' layers take the convolution's activation from here; the others always SiLU.
         # Kimi-K3's is its MLP's.
         kimi = self.table and not self.kind.startswith("glm")
@@ -234,10 +232,12 @@ class _Reader:
             there, heads = self.present("num_v_heads")
             if there and heads is not None:
                 sizes["HV"] = self.size("num_v_heads", heads)
-            expand = self.flat.get("expand_v", 1)
+            expand = self.flat.get("expand_v")
+            expand = 1 if expand is None else expand
             if type(expand) not in (int, float) or not 0 < expand < 2**16:
                 self.fail(f"`expand_v` must be a number above 0 (got {shown(expand)})")
-            sizes["V"] = self.size("head_dim * expand_v", int(sizes["K"] * expand))
+            width = sizes["K"] * expand
+            sizes["V"] = self.size("head_dim * expand_v", int(width) if width % 1 == 0 else width)
         return {letter: sizes[letter] for letter in ("D", "H", "HV", "K", "V", "W")}
 
     def size(self, key, value):
@@ -249,6 +249,9 @@ class _Reader:
     def lower_bound(self):
         """The bound that selects the safe gate, or None for the softplus gate."""
         key, bound = self.one(BOUNDS)
+        null = next((x for x in BOUNDS if self.present(x) == (True, None)), None)
+        if bound is not None and null:
+            self.fail(f"`{key}` is {shown(bound)}, but `{null}` is null")
         safe = self.flag(SAFE)
         if bound is not None and judge_option("option", LOWER_BOUND, bound):
             self.fail(f"`{key}` must be null or a finite number below 0 (got {shown(bound)})")
@@ -257,8 +260,8 @@ class _Reader:
                 return None
             if bound is None and (safe or not key):
                 self.fail(
-                    "`kda_safe_gate` needs a `kda_lower_bound`: add it, or set the first to false "
-                    "for the softplus gate"
+                    "`kda_safe_gate` needs a `kda_lower_bound`: add it, or set `kda_safe_gate` to "
+                    "false for the softplus gate"
                 )
         elif bound is None and safe:
             name = next(name for name in SAFE if self.present(name)[0])
@@ -293,7 +296,11 @@ class _Reader:
         lists = {"kda": f"{LA}.kda_layers", "full": f"{LA}.full_attn_layers"}
         listed = {kind: self.numbers(key) for kind, key in lists.items()}
         if listed["kda"] is not None:
-            return {"layers": {kind: numbers or frozenset() for kind, numbers in listed.items()}}
+            layers = {kind: numbers or frozenset() for kind, numbers in listed.items()}
+            there, base = self.present(COUNTED_FROM)
+            if there and base is not None and (type(base) is not int or base not in (0, 1)):
+                self.fail(f"`{COUNTED_FROM}` must be 0 or 1 (got {shown(base)})")
+            return {"layers": layers, "counted_from": base}
         types, layers = self.flat.get("layer_types"), self.flat.get("num_hidden_layers")
         if isinstance(types, list) and types:
             self.require_few("layer_types", types)

@@ -7,6 +7,7 @@ or for all.
 
 import dataclasses
 
+from kda_contracts.safetensors_header import ITEM_BITS, NAMES
 from kda_contracts.tensor_names import Source
 
 FP8 = ("F8_E4M3", "F8_E5M2")
@@ -34,8 +35,7 @@ REMEDY = (
     "expand it to a float dtype first; read as it is: F8_E4M3 or F8_E5M2 with weight_scale_inv or "
     "weight_scale by blocks, rows or tensors"
 )
-INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL", "F4", "F6_E2M3")
-INTEGERS += ("F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
+UNREAD = ITEM_BITS.keys() - NAMES.keys() - set(FP8)
 
 
 def with_scales(tensors: dict[str, Source], quantization: dict):
@@ -45,7 +45,7 @@ def with_scales(tensors: dict[str, Source], quantization: dict):
     """
     result, wrong, taken = dict(tensors), {}, set()
     for name, source in tensors.items():
-        if source.array.dtype not in FP8 or source.array.ndim != 2:
+        if source.array.dtype not in FP8 or source.array.ndim != 2 or "conv1d" in name:
             continue
         scales = [name + end for end in SCALES if name + end in tensors]
         if not scales:
@@ -56,6 +56,10 @@ def with_scales(tensors: dict[str, Source], quantization: dict):
         block = block_of(source.array.shape, scale.array.shape, _block_size(quantization))
         if scale.array.dtype not in SCALE_DTYPES:
             wrong[name] = f"has scales of {scale.array.dtype}"
+        elif len(scales) > 1:
+            wrong[name] = (
+                "has a `weight_scale_inv` and a `weight_scale` beside it: which one counts?"
+            )
         elif block is None:
             wrong[name] = f"is {source.array}, and its scales are {scale.array}: no known blocks"
         else:
@@ -98,11 +102,10 @@ def _is_size(x):
 def scheme(tensors: dict[str, Source], quantization: dict):
     """Who quantized a layer in a way that is not read, or None."""
     words = {name.rpartition(".")[2] for name in tensors}
-    integers = {x.array.dtype for x in tensors.values() if x.array.dtype in INTEGERS}
-    known = next((SCHEMES[word] for word in SCHEMES if word in words), None)
-    if not integers or not (known or quantization or integers):
+    unread = {x.array.dtype for x in tensors.values() if x.array.dtype in UNREAD}
+    if not unread:
         return None
+    known = next((SCHEMES[word] for word in SCHEMES if word in words), "an unknown scheme")
     method = quantization.get("quant_method")
-    if isinstance(method, str) and method:
-        return method[:40]
-    return known or f"an unknown scheme ({', '.join(sorted(integers))})"
+    who = method[:40] if isinstance(method, str) and method else known
+    return f"{who}, as {' and '.join(sorted(unread))}"

@@ -279,6 +279,8 @@ def for_tensor(tensor, array, sizes):
     wanted = tensor.shape(sizes)
     if tensor.name == "dt_bias" and array.size in (sizes["HV"], sizes["K"]):
         return _bias(array, {}, sizes)
+    if tensor.name == "dt_bias" and [x for x in array.shape if x != 1] == [sizes["K"], sizes["HV"]]:
+        return "the key channels come first: transpose it to [HV, K]"
     if tensor.name == "A_log" and array.size > sizes["HV"]:
         return _rate(array, {}, sizes)
     if "conv1d.weight" in tensor.name and array.size == math.prod(wanted):

@@ -178,7 +178,8 @@ def _entries(path, text):
     metadata = {} if metadata is None else metadata
     if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
         raise BadFileError(path, "its __metadata__ must be an object of strings")
-    if len(text) <= SHORT and not _each_key_once(text, entries, metadata):
+    # An escape may hide that two keys are one.
+    if len(text) <= SHORT and ("\\" in text or not _each_key_once(text, entries, metadata)):
         parse_json(path, text)
     return entries, metadata
 

@@ -20,7 +20,7 @@ LAYER = re.compile(
     r"\.(?P<tensor>.+)",
     re.S,
 )
-NUMBERED = re.compile(r"(?:^|(?<=\.))(?:layers|blocks|h)\.([0-9]{1,6})\.(?=.)", re.S)
+LAYER_NUMBER = re.compile(r"(?:^|(?<=\.))(?:layers|blocks|h)\.([0-9]{1,6})\.(?=.)", re.S)
 MOST_RESTS = 1000  # names of a layer that are held at once to find the first few
 MOST_TENSORS = 20_000  # of all attention blocks, far above any model
 KDA_ONLY = frozenset({"A_log", "dt_bias"})  # what no full-attention layer has
@@ -104,7 +104,7 @@ def below(headers, layers) -> dict[int, list[str]]:
     """{layer: what stands below `layers.<i>.` under whatever names, sorted; of many the first}."""
     found: dict[int, list[str]] = {}
     for name in headers:
-        match = NUMBERED.search(name)
+        match = LAYER_NUMBER.search(name)
         if match and (index := int(match[1])) in layers:
             rests = found.setdefault(index, [])
             rests.append(name[match.end() :])

@@ -272,7 +272,7 @@ def test_a_model_of_half_a_million_tensors_is_read_by_its_numbered_files(tmp_pat
     assert "has no A_log and no dt_bias" in outcome.out
     last = tmp_path / "model-00096-of-00096.safetensors"
     last.rename(tmp_path / "elsewhere.safetensors")
-    assert "and no whole set of files" in measured(tmp_path).err
+    assert "and no whole sets of files" in measured(tmp_path).err
 
 
 def test_more_headers_than_the_budget(tmp_path):
@@ -302,7 +302,7 @@ def test_an_index_above_the_budget_is_refused_unread(tmp_path):
     write(tmp_path, index=b"")
     os.truncate(tmp_path / INDEX, 2**35)
     outcome = measured(tmp_path)
-    assert f"{INDEX}: more than {INDEX_BYTES} bytes, and no whole set of files" in outcome.err
+    assert f"{INDEX}: more than {INDEX_BYTES} bytes, and no whole sets of files" in outcome.err
     assert outcome.mebibytes < 32
 
 

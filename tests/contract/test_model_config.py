@@ -91,8 +91,13 @@ FORMS = {
     "FLA, a bound alone": (FLA | dict(lower_bound=-3.0), changed(norm_eps=1e-6, lower_bound=-3.0)),
     "FLA, wider values": (
         FLA | dict(num_v_heads=8, expand_v=0.5),
-        KDAConfig(D=32, H=4, HV=8, K=16, V=8, W=3, norm_eps=1e-6, gate_rank=8),
+        KDAConfig(D=32, H=4, HV=8, K=16, V=8, W=3, norm_eps=1e-6, gate_rank=8, forget_rank=8),
     ),
+    "two keys of one number": (
+        released(gate_lower_bound=-5) | dict(linear_lower_bound=-5.0), changed(lower_bound=-5.0),
+    ),
+    "no text": (released() | dict(text_config={}), BASE),
+    "FLA, null": (FLA | dict(expand_v=None, num_v_heads=None), changed(norm_eps=1e-6)),
     "heads under a second name": (released(num_kv_heads=None, num_v_heads=4), BASE),
     "Solar's keys": (
         released() | dict(kda_gate_lower_bound=-5.0, kda_allow_neg_eigval=True),
@@ -134,6 +139,23 @@ REFUSED = {
     "two numbers of heads": (
         released() | dict(linear_num_heads=8),
         "`linear_attn_config.num_heads` is 4, but `linear_num_heads` is 8",
+    ),
+    "a flat key in the table": (
+        released(kda_lower_bound=-5.0), "`linear_attn_config.kda_lower_bound` is -5.0: what it",
+    ),
+    "a flat flag in the table": (
+        released(kda_allow_neg_eigval=True), "`linear_attn_config.kda_allow_neg_eigval` is true:",
+    ),
+    "a list of the table outside": (released() | dict(kda_layers=[7]), "`kda_layers` is [7]: what"),
+    "a bound and none": (
+        released(gate_lower_bound=None) | dict(lower_bound=-5.0),
+        "`lower_bound` is -5.0, but `linear_attn_config.gate_lower_bound` is null",
+    ),
+    "a base that is none": (
+        released(kda_layers=[1], kda_layer_index_base=2), "must be 0 or 1 (got 2)",
+    ),
+    "a width of values that is not whole": (
+        FLA | dict(expand_v=0.3), "`head_dim * expand_v` must be a whole number",
     ),
     "two bounds": (
         released(gate_lower_bound=-5.0) | dict(linear_lower_bound=-4.0),
@@ -208,6 +230,8 @@ def layers_of(config):
 
 def test_which_layers_are_kdas():
     assert layers_of(released(kda_layers=[1, 3], full_attn_layers=[2])) == ([1, 3], [2])
+    based = read_model_config("x", released(kda_layers=[1, 3], kda_layer_index_base=0))
+    assert (based.counted_from, based.listed) == (0, True)
     types = ["linear_attention", "full_attention", "linear_attention", "indexed_attention"]
     assert layers_of(FLAT | dict(layer_types=types)) == ([0, 2], [1, 3])
     assert layers_of(LING) == ([0, 1, 2, 4, 5, 6], [3, 7])

@@ -342,6 +342,7 @@ TENSORS = {tensor.name: tensor for layout in CHECKPOINT for tensor in layout.ten
 OF_TENSORS = [
     ("q_proj.weight", (24, 32), "transposed: take .T"),
     ("q_conv1d.weight", (4, 32), "the taps come first: swap the two axes"),
+    ("dt_bias", (8, 4), "the key channels come first: transpose it to [HV, K]"),
     ("o_norm.weight", (1, 8), "the same elements in another shape: reshape(8,)"),
     ("q_proj.weight", (8, 24), "axis 0 is 1/4 of it: one rank's slice of 4? join the ranks' files"),
     (

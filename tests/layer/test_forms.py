@@ -38,7 +38,7 @@ def layer_of(layout=LOW_RANK, sizes=SIZES, biased=False, seed=0):
 def put(folder, tensors, config=CONFIG, prefix=PREFIX, file="model.safetensors"):
     """Writes a checkpoint of one layer."""
     names = {name: f"{prefix}.{name}" if prefix else name for name in tensors}
-    arrays = {names[name]: np.ascontiguousarray(x) for name, x in tensors.items()}
+    arrays = {names[name]: np.ascontiguousarray(x).reshape(x.shape) for name, x in tensors.items()}
     entries = {name: (FORMAT[x.dtype.name], x.shape) for name, x in arrays.items()}
     write_safetensors(folder / file, entries, arrays)
     (folder / "config.json").write_text(json.dumps(config))
@@ -197,11 +197,11 @@ NAMED = {
         lambda x: renamed(x, ("_proj.w", "_proj.base_layer.w")), PREFIX,
         "layer 0 has an adapter that is not merged: it holds b_proj.base_layer.weight",
     ),
-    "MLX's integers": (quantized, PREFIX, "layer 0 is quantized by MLX, which is not read"),
+    "MLX's integers": (quantized, PREFIX, "layer 0 is quantized by MLX, as U32, which is not read"),
     "bitsandbytes": (
-        of_bits, PREFIX, "layer 0 is quantized by bitsandbytes (8 bits), which is not read",
+        of_bits, PREFIX, "layer 0 is quantized by bitsandbytes (8 bits), as I8, which is not read",
     ),
-    "GPTQ": (packed, PREFIX, "layer 0 is quantized by GPTQ or AWQ, which is not read"),
+    "GPTQ": (packed, PREFIX, "layer 0 is quantized by GPTQ or AWQ, as I32, which is not read"),
     "Megatron's block": (dict, "decoder.layers.0.self_attention", MISSING),
     "another block": (dict, "model.layers.0.mixer", MISSING),
 }  # fmt: skip
@@ -275,10 +275,73 @@ def test_layers_of_two_layouts_are_loaded_one_by_one(tmp_path):
     put(tmp_path, tensors, CONFIG | {"linear_attn_config": LINEAR}, prefix="")
     with pytest.raises(ContractError, match="load them one by one"):
         kda_jax.load_layers(tmp_path)
+    both = [layer_of(biased=n == 0) for n in range(2)]
+    biased = {f"layers.{n}.self_attn.{name}": x for n in range(2) for name, x in both[n].items()}
+    (tmp_path / "biased").mkdir()
+    put(tmp_path / "biased", biased, CONFIG | {"linear_attn_config": LINEAR}, prefix="")
+    with pytest.raises(ContractError, match="layers 0 and 1 have other layouts or biases"):
+        kda_jax.load_layers(tmp_path / "biased")
     assert [kda_jax.load_layer(tmp_path, n)[0].gate_rank for n in (0, 1)] == [8, None]
 
 
+def test_lings_last_group_may_be_either(tmp_path):
+    """A group that is not whole is KDA's to some readers, and MLA's to others."""
+    tensors = layer_of(FULL_GATES)
+    config = dict(hidden_size=24, num_attention_heads=4, head_dim=8, short_conv_kernel_size=3)
+    config |= dict(kda_safe_gate=True, kda_lower_bound=-5.0, layer_group_size=4)
+    put(tmp_path, tensors, config | dict(num_hidden_layers=6), prefix="model.layers.4.attention")
+    assert check_checkpoint(tmp_path).ok
+    put(tmp_path, tensors, config | dict(num_hidden_layers=6), prefix="model.layers.3.attention")
+    assert faults_of(tmp_path) == [
+        "layer 3 is no KDA layer by config.json, but holds A_log or dt_bias"
+    ]
+
+
+def test_rates_in_another_order_are_refused(tmp_path):
+    tensors = layer_of()
+    put(tmp_path, tensors | dict(dt_bias=tensors["dt_bias"].reshape(4, 1, 8)))
+    assert check_checkpoint(tmp_path).ok
+    put(tmp_path, tensors | dict(dt_bias=tensors["dt_bias"].reshape(8, 4)))
+    (fault,) = check_checkpoint(tmp_path).layers[0].faults
+    assert fault.remedy.endswith("the key channels come first: transpose it to [HV, K]")
+    one = {"H": 1, "HV": 1, "K": 8, "V": 8, "D": 24, "W": 3}
+    config = CONFIG | {"linear_attn_config": LINEAR | dict(num_heads=1)}
+    put(tmp_path, layer_of(sizes=one) | dict(A_log=np.float32(1.0).reshape(())), config)
+    assert faults_of(tmp_path) == [f"`{PREFIX}.A_log` must be (1,)"]
+
+
 # --- which file, which path
+
+
+@pytest.mark.parametrize("names", ["model-0000{}-of-000002", "model-0000{}-of-00002", "m-{}-of-2"])
+def test_numbered_files_are_the_model_where_the_index_is_too_large(tmp_path, names):
+    tensors = layer_of()
+    (tmp_path / "whole").mkdir()
+    wanted = kda_jax.load_layer(put(tmp_path / "whole", tensors), 0)[1]
+    for n in (1, 2):
+        part = dict(list(tensors.items())[n - 1 :: 2])
+        put(tmp_path, part, file=f"{names.format(n)}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(dict(weight_map={})).ljust(12_000_001))
+    assert_same_layer(kda_jax.load_layer(tmp_path, 0)[1], wanted)
+    file = tmp_path / f"{names.format(2)}.safetensors"
+    with pytest.raises(BadFileError, match="this is one of 2 files: give the folder"):
+        check_checkpoint(file)
+    put(tmp_path, tensors, file=f"another-{file.name}")
+    put(tmp_path, tensors, file=f"another-{names.format(1)}.safetensors")
+    with pytest.raises(BadFileError, match="2 whole sets of files"):
+        check_checkpoint(tmp_path)
+    file.unlink()
+    (tmp_path / f"another-{file.name}").unlink()
+    with pytest.raises(BadFileError, match="no whole sets of files"):
+        check_checkpoint(tmp_path)
+
+
+def test_an_index_that_is_a_broken_link_is_one_line(tmp_path):
+    put(tmp_path, layer_of(), file="a.safetensors")
+    (tmp_path / "model.safetensors.index.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BadFileError, match="No such file or directory"):
+        check_checkpoint(tmp_path)
 
 
 def test_the_model_beside_other_files(tmp_path, monkeypatch):
@@ -461,7 +524,28 @@ def test_values_of_fp8_weights_are_judged(tmp_path):
     assert "q_proj.weight` must be finite" in fault.message
 
 
+@pytest.mark.parametrize("source", ["float32", "FP8"])
+def test_what_float16_does_not_hold_is_refused(tmp_path, source):
+    tensors = layer_of(sizes=WIDE)
+    if source == "FP8":
+        tensors["q_proj.weight"] = np.full((192, 200), 448, E4M3)
+        tensors["q_proj.weight_scale"] = np.full((), 1000, np.float32)
+    else:
+        tensors["q_proj.weight"] = np.full((192, 200), 1e5, np.float32)
+    put(tmp_path, tensors, FP8_CONFIG)
+    with pytest.raises(ContractError, match=r"q_proj.weight: values beyond float16's 65504"):
+        kda_jax.load_layer(tmp_path, 0, dtype="float16")
+    assert np.isfinite(
+        np.asarray(kda_jax.load_layer(tmp_path, 0, dtype="bfloat16")[1].q_proj)
+    ).all()
+
+
 SCALED_WRONG = {
+    "two scales": (
+        {"q_proj.weight_scale_inv": np.ones((2, 2), np.float32),
+         "q_proj.weight_scale": np.ones((2, 2), np.float32)},
+        "has a `weight_scale_inv` and a `weight_scale` beside it: which one counts?",
+    ),
     "without scales": ({}, "has no `weight_scale_inv` and no `weight_scale` beside it"),
     "scales of no known blocks": (
         {"q_proj.weight_scale_inv": np.ones((3, 7), np.float32)},
@@ -486,7 +570,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path, case):
 def test_another_quantization_is_refused_by_its_name(tmp_path, method):
     config = CONFIG | {"quantization_config": {"quant_method": method}}
     assert faults_of(put(tmp_path, of_bits(layer_of()), config)) == [
-        f"layer 0 is quantized by {method}, which is not read"
+        f"layer 0 is quantized by {method}, as I8, which is not read"
     ]
     assert check_checkpoint(put(tmp_path, layer_of(), config)).ok  # another layer's business
     assert jax.tree.leaves(kda_jax.load_layer(tmp_path, 0)[1])

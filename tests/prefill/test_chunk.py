@@ -130,6 +130,31 @@ def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
         assert_near(got[name], expected[name], 1e-4)
 
 
+@pytest.mark.slow
+def test_derivatives_where_nothing_decays():
+    """At a log decay of exactly 0: of all channels, of half of them, of a tenth, and equal keys."""
+    x = {name: jnp.asarray(y) for name, y in operands(1, 70, decay=0.1, K=8, V=5).items()}
+    weights = jax.random.normal(jax.random.key(0), x["v"].shape)
+
+    def gradient(op):
+        def loss(tensors, log_decay):
+            out, state = op(**x | tensors | dict(log_decay=log_decay), implementation="xla")
+            return (out * weights).sum() + state.sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+    got, expected = gradient(kda_jax.chunk_kda), gradient(kda_jax.recurrent_kda)
+    drawn = np.random.default_rng(3).uniform(size=x["log_decay"].shape)
+    tensors = {name: x[name] for name in ("q", "k", "v", "beta")}
+    alike = tensors | dict(k=jnp.full_like(x["k"], 8**-0.5), beta=jnp.full_like(x["beta"], 2.0))
+    for share in (1.0, 0.5, 0.1):
+        log_decay = jnp.where(drawn < share, 0.0, x["log_decay"])
+        for given in (tensors, alike) if share == 1.0 else (tensors,):
+            one, other = got(given, log_decay), expected(given, log_decay)
+            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+                assert_near(a, b, 2e-6)
+
+
 def test_chunk_kda_clips_boundaries_behind_the_tokens():
     x = operands(1, 5, N=2)
     out, state = kda_jax.chunk_kda(**x, cu_seqlens=jnp.array([0, 1000, 1001]))
