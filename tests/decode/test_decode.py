@@ -26,6 +26,7 @@ RUNS = [("xla", name) for name in SHAPES] + [("mosaic_gpu", name) for name in MO
 RUNS += [("triton", name) for name in SHAPES if WITH_TRITON]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("implementation", "shape"), RUNS)
 def test_meets_the_oracle(implementation, shape, gate):

@@ -15,6 +15,7 @@ BUDGET = {("short memory", "float32"): 5e-7, ("short memory", "bfloat16"): 1e-2}
 BUDGET |= {("long memory", "float32"): 5e-6, ("long memory", "bfloat16"): 5e-2}
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", drift.MEMORIES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS if ON_GPU else ["xla"])

@@ -324,6 +324,7 @@ def test_no_matrix_unit_rounds_the_sums(implementation, precision):
     assert "dot_general" not in text
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "xla"])
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
 def test_the_same_bits_alone_and_in_any_batch(implementation, pool_dtype):

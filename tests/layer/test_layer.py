@@ -42,6 +42,7 @@ prefill = jax.jit(kda_jax.kda_prefill, static_argnames="config")
 decode = jax.jit(kda_jax.kda_decode, static_argnames=("config", "implementation"))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_and_decode_meet_a_float64_layer(name):
     config, params, cache = make(name)

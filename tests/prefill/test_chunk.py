@@ -27,6 +27,7 @@ def check(x, limit=LIMIT, cu_seqlens=None, **options):
     return out, state
 
 
+@pytest.mark.optimized
 @pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [1e-3, 0.3, 5.0])

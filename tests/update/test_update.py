@@ -29,6 +29,7 @@ def assert_same(implementation, got, wanted):
         assert_near(got, wanted, 1e-6)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("implementation", "form"), BOTH)
 def test_several_tokens_meet_the_oracle(implementation, form, gate):
@@ -135,6 +136,7 @@ def assert_equals_one_by_one(call, implementation, pool_dtype):
         assert_near(np.asarray(state)[live], np.asarray(pool)[live], rounding(pool_dtype))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow  # CI compiles for the oldest JAX without optimizing, which moves last bits
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -144,6 +146,7 @@ def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
     assert_equals_one_by_one(call, implementation, pool_dtype)
 
 
+@pytest.mark.optimized
 @pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
