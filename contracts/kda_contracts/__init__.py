@@ -18,7 +18,7 @@ from kda_contracts.checkpoint import survey as survey
 from kda_contracts.cli import add_check as add_check
 from kda_contracts.cli import parse_command as parse_command
 from kda_contracts.cli import positive_number as positive_number
-from kda_contracts.cli import run_command as run_command
+from kda_contracts.cli import unbroken as unbroken
 from kda_contracts.folder import find_tensors as find_tensors
 from kda_contracts.heads import split_heads as split_heads
 from kda_contracts.judge import ContractError as ContractError

@@ -31,7 +31,9 @@ def main(arguments=None):
     parser.add_argument("--version", action="version", version=f"kda-contracts {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_check(commands)
-    return run_command(parse_command(parser, commands, arguments))
+    with unbroken():
+        options = parse_command(parser, commands, arguments)
+        return options.run(options)
 
 
 def kda_jax(arguments=None):
@@ -47,7 +49,9 @@ def kda_jax(arguments=None):
         parser = argparse.ArgumentParser(prog="kda-jax")
         commands = parser.add_subparsers(dest="command", required=True)
         add_check(commands)
-        return run_command(parse_command(parser, commands, arguments))
+        with unbroken():
+            options = parse_command(parser, commands, arguments)
+            return options.run(options)
     from kda_jax.tools.cli import main
 
     return main(arguments)
@@ -75,11 +79,10 @@ class _Unbroken:
         return written
 
 
-def run_command(options):
-    """Runs a parsed command, and returns its exit code, whether or not its output is read."""
+def unbroken():
+    """A context in which a command's output need not be read to its end: its exit code stands."""
     stream: Any = _Unbroken(sys.stdout)
-    with contextlib.redirect_stdout(stream):
-        return options.run(options)
+    return contextlib.redirect_stdout(stream)
 
 
 def parse_command(parser, commands, arguments=None):

@@ -4,6 +4,8 @@ Four forms are read: a `linear_attn_config` (Kimi-Linear, Kimi-K3, GLM-5.3), fla
 transformers writes of those), Ling-3.0's, and FLA's. The rule: a key that changes what the layer
 computes is applied, or its value is refused by its name. One that says nothing (null, false)
 passes.
+
+Over 350 lines, since the keys and the rules between them are read as one.
 """
 
 from dataclasses import dataclass, field, replace

@@ -14,7 +14,7 @@ from kda_contracts import (
     add_check,
     parse_command,
     positive_number,
-    run_command,
+    unbroken,
 )
 from kda_jax import dispatch
 from kda_jax.tools import bench, demo
@@ -34,11 +34,12 @@ def main(arguments=None):
     )
     bench.add_arguments(parser_of_bench)
     parser_of_bench.set_defaults(run=bench.run)
-    options = parse_command(parser, commands, arguments)
-    try:
-        return run_command(options)
-    except (ValueError, NotImplementedError, ImportError, BadFileError) as error:
-        parser.exit(2, f"{parser.prog} {options.command}: {error}\n")
+    with unbroken():
+        options = parse_command(parser, commands, arguments)
+        try:
+            return options.run(options)
+        except (ValueError, NotImplementedError, ImportError, BadFileError) as error:
+            parser.exit(2, f"{parser.prog} {options.command}: {error}\n")
 
 
 def _add_demo(commands):

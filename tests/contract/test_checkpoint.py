@@ -19,6 +19,8 @@ from kda_contracts.quantized import REMEDY
 from kda_jax.tools import demo, synthetic
 from kda_jax.tools.synthetic import write_safetensors
 
+pytestmark = pytest.mark.slow  # it hangs on no JAX version
+
 LOW_RANK, FULL_RANK, FLA, FULL_GATES, FULL_FORGET = CHECKPOINT
 KIMI = {"H": 32, "HV": 32, "K": 128, "V": 128, "D": 2304, "W": 4}
 K3 = {"H": 96, "HV": 96, "K": 128, "V": 128, "D": 7168, "W": 4}

@@ -45,6 +45,8 @@ names = st.sampled_from(
     [*FILES, "nothing.safetensors", "../model-1.safetensors", "/etc/passwd", "", ".", "\0", "a\nb"]
 )
 
+pytestmark = pytest.mark.slow  # it hangs on no JAX version
+
 
 def entries(table):
     """(inner table, key) of every entry, at any depth."""

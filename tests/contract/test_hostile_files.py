@@ -19,6 +19,8 @@ from kda_contracts.folder import CONFIG_BYTES, INDEX_BYTES
 from kda_contracts.model_config import MAX_LAYERS, MAX_SIZE
 from kda_contracts.safetensors_header import MAX_HEADER_BYTES
 
+pytestmark = pytest.mark.slow  # it hangs on no JAX version
+
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 
@@ -269,7 +271,7 @@ def test_a_model_of_half_a_million_tensors_is_read_by_its_numbered_files(tmp_pat
     assert (tmp_path / INDEX).stat().st_size > 4 * INDEX_BYTES
     outcome = measured(tmp_path, seconds=4)  # 80 MB, of which json.loads takes half of the time
     assert outcome.code == 1
-    assert "has no A_log and no dt_bias" in outcome.out
+    assert "has an unknown layout" in outcome.out
     last = tmp_path / "model-00096-of-00096.safetensors"
     last.rename(tmp_path / "elsewhere.safetensors")
     assert "and no whole sets of files" in measured(tmp_path).err

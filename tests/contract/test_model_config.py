@@ -18,6 +18,8 @@ from kda_contracts.model_config import (
 )
 from kda_jax import KDAConfig, config_from_hf
 
+pytestmark = pytest.mark.slow  # it hangs on no JAX version
+
 LA = dict(num_heads=4, head_dim=16, short_conv_kernel_size=3)
 SIZE = dict(hidden_size=32, rms_norm_eps=1e-5, num_hidden_layers=8)
 FLAT = dict(linear_num_heads=4, linear_head_dim=16, linear_conv_kernel_dim=3) | SIZE

@@ -430,6 +430,7 @@ def test_any_batch_exports_as_one_program():
     assert_near(program.call(x, slots.astype(jnp.int32)), step(params, x, cache, slots)[0], LIMIT)
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("B", [1, 3, 9])
 def test_with_a_kernel_a_few_rows_are_padded_and_nobody_sees_it(B):

@@ -189,7 +189,7 @@ def states_of(name, table):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
     ("name", "form", "table", "outs", "state"),
@@ -228,6 +228,7 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(("name", "form", "state"), GRADIENTS)
 def test_gradients_in_shard_map_equal_each_device_alone(name, form, state, check):

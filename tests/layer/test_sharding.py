@@ -91,7 +91,7 @@ def test_decode_equals_one_device(shape, names, config):
     assert_same_bits(state[0], after.state[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=str)
 def test_prefill_equals_one_device(shape, names):
     mesh, (params, cache) = mesh_of(shape, names), layer(CONFIG)

@@ -86,6 +86,7 @@ def test_sources_start_sequences_elsewhere():
     assert_near(state, expected, LIMIT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_operands(dtype):
@@ -109,6 +110,7 @@ def test_l2norm_and_scale():
     assert_near(state, expected, LIMIT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("cu_seqlens", [None, (0, 5, 5, 90)])
 def test_derivatives_are_those_of_the_recurrence(cu_seqlens):
@@ -150,10 +152,11 @@ def test_derivatives_where_nothing_decays():
     alike = tensors | dict(k=jnp.full_like(x["k"], 8**-0.5), beta=jnp.full_like(x["beta"], 2.0))
     for share in (1.0, 0.5, 0.1):
         log_decay = jnp.where(drawn < share, 0.0, x["log_decay"])
-        for given in (tensors, alike) if share == 1.0 else (tensors,):
+        # Equal keys under a beta of 2 lose nothing of an error.
+        for given, limit in ((tensors, 1e-6), (alike, 2e-5)):
             one, other = got(given, log_decay), expected(given, log_decay)
             for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-                assert_near(a, b, 2e-6)
+                assert_near(a, b, limit)
 
 
 def test_chunk_kda_clips_boundaries_behind_the_tokens():
