@@ -15,7 +15,12 @@ from kda_contracts.layer import CHECKPOINT
 from kda_contracts.model_config import ModelConfig, read_model_config
 from kda_contracts.normalize import padded
 from kda_contracts.options import one_of
-from kda_contracts.safetensors_header import BadFileError, printable, short
+from kda_contracts.safetensors_header import (
+    BadFileError,
+    printable,
+    short,
+    without_collector,
+)
 from kda_contracts.spec import Layout, Operand
 from kda_contracts.tensor_names import KDA_ONLY, Source
 
@@ -138,7 +143,8 @@ def survey(path, tp=1) -> Survey:
     """What `check_checkpoint` finds, with the sources of each layer's tensors."""
     path = located(path)
     model = read_model_config(home_of(path) / "config.json", read_config(path))
-    headers = find_headers(path)
+    with without_collector():
+        headers = find_headers(path)
     found = tensor_names.find_layers(headers)
     with_rates = {i for i, x in found.items() if any(KDA_ONLY & y.keys() for y in x.values())}
     declared = _declared(model, with_rates)
