@@ -83,7 +83,7 @@ def test_a_config_validates_itself(wrong, message):
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("K", "dtype", "pool_dtype"),
     [
@@ -116,6 +116,7 @@ def test_every_config_and_dtype_lowers_for_cuda(K, dtype, pool_dtype):
         assert text.count("@mosaic_gpu_v2") == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("draft", ["", "returned", "slots", "accepted", "both"])

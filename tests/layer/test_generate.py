@@ -29,6 +29,7 @@ def test_it_runs_saves_and_loads(example, tmp_path, capsys):
     assert first.splitlines()[1:] == again.splitlines()[1:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_neither_the_batch_nor_the_slots_change_a_requests_tokens(example, temperature):

@@ -233,6 +233,7 @@ def test_kimi_linear_whole_and_by_ranks(kimi, ranks):
             assert_is_layer(params, rank, ranks, LOW_RANK, KIMI, prefix=prefix)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_kimi_k3_whole_and_by_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("k3")

@@ -91,7 +91,7 @@ def test_decode_equals_one_device(shape, names, config):
     assert_same_bits(state[0], after.state[0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=str)
 def test_prefill_equals_one_device(shape, names):
     mesh, (params, cache) = mesh_of(shape, names), layer(CONFIG)
@@ -112,6 +112,7 @@ def test_prefill_equals_one_device(shape, names):
     assert_near(conv, after.conv, LIMIT)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
     mesh, (params, cache) = mesh_of((2, 4), ("dp", "tp")), layer(CONFIG)

@@ -28,7 +28,7 @@ def check(x, limit=LIMIT, cu_seqlens=None, **options):
 
 
 @pytest.mark.optimized
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [1e-3, 0.3, 5.0])
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 200])
@@ -60,7 +60,7 @@ def test_padded_rows_and_other_slots_stay():
     assert_same_bits(np.asarray(state)[free], x["pool"][free])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pattern", DECAY_PATTERNS)
 def test_strong_decays_neither_overflow_nor_lose_the_answer(pattern):
     x = operands(2, 130, decay=1e-3)

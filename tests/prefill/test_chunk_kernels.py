@@ -248,6 +248,7 @@ def shapes(T, N=None, **sizes):
     return {name: jax.ShapeDtypeStruct(y.shape, y.dtype) for name, y in (x | bounds).items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("N", [None, 3])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_they_lower_for_cuda(sizes, N):

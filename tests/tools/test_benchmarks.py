@@ -62,6 +62,7 @@ def test_packed_decode_is_not_timed_with_a_wrong_answer(factors):
         bench.check(scaled(op, *factors), 2, "float32")
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["y", "conv", "state"])
@@ -97,6 +98,7 @@ def test_prefill_is_not_timed_with_a_wrong_answer(factors, spoiled):
         prefill_times.check(*steps, 70, 1)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["out", "pool", "intermediate"])
 def test_the_update_is_not_timed_with_a_wrong_answer(what):
@@ -121,6 +123,7 @@ def test_without_a_gpu_only_a_toy_is_timed(script):
         script.main([])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments", "times"),
@@ -139,6 +142,7 @@ def test_a_toy_run(script, arguments, times):
         assert all(row[name] > 0 for name in times)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_toy_run_of_decode(capsys):
     import decode_times

@@ -136,6 +136,7 @@ def assert_equals_one_by_one(call, implementation, pool_dtype):
         assert_near(np.asarray(state)[live], np.asarray(pool)[live], rounding(pool_dtype))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.optimized
 @pytest.mark.slow  # CI compiles for the oldest JAX without optimizing, which moves last bits
 @pytest.mark.parametrize("pool_dtype", POOL_DTYPES)
@@ -147,7 +148,7 @@ def test_tokens_in_one_call_are_so_many_calls(implementation, form, pool_dtype):
 
 
 @pytest.mark.optimized
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -210,6 +211,7 @@ def test_one_sequence_is_not_ambiguous(implementation):
         assert_same(implementation, np.asarray(got)[live], np.asarray(wanted)[live])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
