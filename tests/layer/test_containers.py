@@ -10,7 +10,12 @@ import kda_jax
 from kda_jax.sharding import cache_specs, params_specs
 
 CONFIG = kda_jax.KDAConfig(D=64, H=2, HV=4, K=16, V=16, gate_rank=16)
-PARAMS = kda_jax.init_params(CONFIG, jax.random.key(0))
+RNG = np.random.default_rng(0)
+# Drawn by NumPy: every worker imports this module, and init_params compiles for seconds.
+PARAMS = jax.tree.map(
+    lambda x: jnp.asarray((0.2 * RNG.standard_normal(x.shape)).astype(x.dtype)),
+    jax.eval_shape(lambda: kda_jax.init_params(CONFIG, jax.random.key(0))),
+)
 CACHE = kda_jax.init_cache(CONFIG, 3)
 X, SLOTS = jnp.zeros((2, 64)), jnp.arange(2)
 
