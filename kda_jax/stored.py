@@ -128,14 +128,14 @@ def _expanded(read, source, slices, dtype):
         values = read(source, (slice(begin, end), columns)).astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # what a check of values reports
             values *= scale[np.arange(begin, end) // block_rows]
-            result[begin - rows.start : end - rows.start] = cast(values, result.dtype, source.name)
+        result[begin - rows.start : end - rows.start] = cast(values, result.dtype, source.name)
     return result
 
 
 def cast(x, dtype, name):
     """x in another dtype; what is finite and does not fit is refused."""
     with np.errstate(over="ignore"):
-        result = x.astype(dtype)
+        result = x.astype(dtype, copy=False)
     if dtype == np.float16 and (np.isinf(result) & np.isfinite(x)).any():
         raise ContractError(
             f"{printable(name)}: values beyond float16's 65504; load them as bfloat16 or float32"

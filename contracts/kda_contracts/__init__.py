@@ -44,7 +44,6 @@ from kda_contracts.safetensors_header import ITEM_BITS as ITEM_BITS
 from kda_contracts.safetensors_header import BadFileError as BadFileError
 from kda_contracts.safetensors_header import identity as identity
 from kda_contracts.safetensors_header import printable as printable
-from kda_contracts.safetensors_header import read_json as read_json
 from kda_contracts.spec import FLOATS as FLOATS
 from kda_contracts.spec import Contract as Contract
 from kda_contracts.spec import Layout as Layout

@@ -75,6 +75,11 @@ def shape_text(shape):
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
+def longer_axes(shape):
+    """The axes of a shape that are longer than 1: what their order says is all that it says."""
+    return [size for size in shape if size != 1]
+
+
 def last_axis_contiguous(array):
     if array.strides is None or not array.shape or 0 in array.shape:
         return True

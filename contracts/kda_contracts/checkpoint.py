@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 
 from kda_contracts import quantized, remedy, tensor_names
-from kda_contracts.arrays import shape_text
+from kda_contracts.arrays import longer_axes, shape_text
 from kda_contracts.folder import find_headers, home_of, located, read_config
 from kda_contracts.heads import split_heads
 from kda_contracts.judge import ContractError
@@ -119,8 +119,9 @@ def check_checkpoint(path, tp=1) -> CheckpointReport:
 
     Args:
       path: a safetensors file, or a folder of them (`model.safetensors`, or what
-        `model.safetensors.index.json` lists, or the only one); `config.json` beside it. Nothing
-        outside that folder is followed, except the blobs of a hub cache.
+        `model.safetensors.index.json` lists, or the only one; where that index is larger than 12 MB
+        the numbered files); `config.json` beside it. Nothing outside that folder is followed,
+        except the blobs of a hub cache.
       tp: tensor-parallel ranks that the heads are to be split over.
 
     Returns:
@@ -352,19 +353,15 @@ def _readable(tensor, array, sizes):
     if "conv1d.weight" not in tensor.name:
         return False
     channels, _, taps = tensor.shape(sizes)
-    longer = [[x for x in shape if x != 1] for shape in (array.shape, (channels, taps))]
-    return channels != taps and longer[0] == longer[1]
+    return channels != taps and longer_axes(array.shape) == longer_axes((channels, taps))
 
 
 def _normalizable(name, array, sizes):
     """Whether the normalizer would take it; one rate per channel is no padded A_log."""
     HV, K = sizes["HV"], sizes["K"]
     if name == "dt_bias":  # in the order of the heads: with K in front it is transposed
-        longer = [x for x in array.shape if x != 1]
-        return longer in ([x for x in (HV, K) if x != 1], [x for x in (HV * K,) if x != 1])
-    if array.size == HV:
-        return True
-    return name == "A_log" and padded(array, sizes["HV"]) and array.size != sizes["HV"] * sizes["K"]
+        return longer_axes(array.shape) in (longer_axes((HV, K)), longer_axes((HV * K,)))
+    return array.size == HV or (padded(array, HV) and array.size != HV * K)
 
 
 def _expected(tensor, sizes):

@@ -39,7 +39,7 @@ def main(arguments=None):
 def kda_jax(arguments=None):
     """Runs `kda-jax`, and returns its exit code.
 
-    A check by headers is made here, in milliseconds: JAX takes seconds to load. The rest is
+    A check by headers is made here: JAX takes seconds to load. The rest is
     kda_jax's, which has to be installed.
     """
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -8,6 +8,7 @@ passes.
 Over 350 lines, since the keys and the rules between them are read as one.
 """
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -351,9 +352,5 @@ def shown(x: Any):
     """A value of a JSON file, at most 40 characters of it."""
     if isinstance(x, int) and x.bit_length() >= 128:
         return shown_value(x)
-    text = {True: "true", False: "false", None: "null"}.get(x) if _is_constant(x) else repr(x)
+    text = json.dumps(x) if x is None or isinstance(x, bool) else repr(x)
     return f"{text:.40}"
-
-
-def _is_constant(x):
-    return x is None or isinstance(x, bool)

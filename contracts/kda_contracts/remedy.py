@@ -2,7 +2,7 @@
 
 import math
 
-from kda_contracts.arrays import differ, known
+from kda_contracts.arrays import differ, known, longer_axes
 
 LAYOUT = "copy it first: x.contiguous() in torch, np.ascontiguousarray(x) in NumPy"
 NEEDED = "without a `lower_bound`, pass A_log; None means zeros only for the safe gate"
@@ -279,7 +279,7 @@ def for_tensor(tensor, array, sizes):
     wanted = tensor.shape(sizes)
     if tensor.name == "dt_bias" and array.size in (sizes["HV"], sizes["K"]):
         return _bias(array, {}, sizes)
-    if tensor.name == "dt_bias" and [x for x in array.shape if x != 1] == [sizes["K"], sizes["HV"]]:
+    if tensor.name == "dt_bias" and longer_axes(array.shape) == [sizes["K"], sizes["HV"]]:
         return "the key channels come first: transpose it to [HV, K]"
     if tensor.name == "A_log" and array.size > sizes["HV"]:
         return _rate(array, {}, sizes)

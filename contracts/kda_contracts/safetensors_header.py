@@ -83,9 +83,7 @@ class Header:
 
 @contextmanager
 def without_collector():
-    """While JSON is read: the collector looks through 100,000 new objects again and again, in vain,
-    for a quarter of the time.
-    """
+    """While JSON is read: the collector looks at 100,000 new objects again and again, in vain."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -95,9 +93,9 @@ def without_collector():
             gc.enable()
 
 
-def identity(path):
-    """What changes when a file is exchanged or written to."""
-    found = os.stat(path)
+def identity(file):
+    """What changes when a file, a path or an open one's number, is exchanged or written to."""
+    found = os.stat(file)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -107,8 +105,8 @@ def read_header(path, only=None) -> Header:
     `only(name)` says of which tensors the entries are kept, after all were judged.
     """
     with _open_regular(path) as file:
-        found = os.fstat(file.fileno())
-        file_bytes = found.st_size
+        known = identity(file.fileno())
+        file_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise BadFileError(
@@ -130,12 +128,11 @@ def read_header(path, only=None) -> Header:
     _judge(path, entries, file_bytes - 8 - length)
     if len(text) > SHORT and not _each_key_once(text, entries, metadata):
         raise BadFileError(path, "a key stands twice in one JSON object")
-    known = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
     kept = {name: x for name, x in entries.items() if only(name)} if only else entries
     return Header(Path(path), tuple(entries), _small(kept), 8 + length, known)
 
 
-def read_json(path, limit=MAX_HEADER_BYTES, most=None):
+def read_json(path, limit, most):
     """The object in a JSON file of at most `limit` bytes, as dense as `parse_json` says."""
     with _open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
@@ -144,7 +141,7 @@ def read_json(path, limit=MAX_HEADER_BYTES, most=None):
     return parse_json(path, text, most=most)
 
 
-def parse_json(path, text, judge_keys=True, most=None):
+def parse_json(path, text, judge_keys=True, most=OF_TENSORS):
     """The JSON object in a text. Raises BadFileError on anything else.
 
     `judge_keys`: whether a key that stands twice is found, which takes twice as long. `most`: of
@@ -163,7 +160,7 @@ def parse_json(path, text, judge_keys=True, most=None):
         raise BadFileError(path, f"{constant} is not JSON")
 
     # JSON that is all brackets takes 30 times its size, and a second for each 2 MB.
-    for mark, bytes_each in (most or OF_TENSORS).items() if len(text) > SHORT else ():
+    for mark, bytes_each in most.items() if len(text) > SHORT else ():
         if text.count(mark) > 2000 + len(text) // bytes_each:
             raise BadFileError(path, f"its JSON has {text.count(mark)} {mark} in {len(text)} bytes")
     try:
@@ -230,7 +227,8 @@ def _open_regular(path):
 
 
 def _judge(path, header, data_bytes):
-    """Every rule over all tensors at once, in C: 21,000 of them take 15 ms.
+    """Every rule over all tensors at once, in C: a loop over 21,000 of them took five times as long
+    as their JSON.
 
     Only where a rule is broken is the first tensor that breaks it looked for.
     """

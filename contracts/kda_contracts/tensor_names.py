@@ -43,15 +43,14 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor is stored: its file's header, its name there, and of its rows `begin` to
-    `end - 1`, or all; with the scales of a quantized one.
+    """Where a tensor is stored: its file's header, its name there, and the row at which it begins,
+    in one that is joined of several; with the scales of a quantized one.
     """
 
     header: Header
     name: str
     array: ArrayFacts
     begin: int = 0
-    end: int | None = None
     scale: Any = None  # Source
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
 
@@ -127,7 +126,6 @@ def separated(tensors, sizes):
         begin = 0
         for conv, count in zip(CONVOLUTIONS, rows, strict=True):
             array = ArrayFacts((count, *source.array.shape[1:]), source.array.dtype)
-            part = Source(source.header, source.name, array, begin, begin + count)
-            result[f"{conv}.{kind}"] = part
+            result[f"{conv}.{kind}"] = Source(source.header, source.name, array, begin)
             begin += count
     return result

@@ -46,7 +46,7 @@ MODULES = {
 }
 # What kda_contracts shows to kda_jax, and not to callers.
 NOT_FOR_CALLERS = {"add_check", "parse_command", "positive_number", "judge_option", "printable"}
-NOT_FOR_CALLERS |= {"read_json", "facts", "find_tensors", "layer_numbers", "numbers_of", "identity"}
+NOT_FOR_CALLERS |= {"facts", "find_tensors", "layer_numbers", "numbers_of", "identity"}
 NOT_FOR_CALLERS |= {"layout_of", "survey", "Survey", "Source", "unbroken"}
 
 

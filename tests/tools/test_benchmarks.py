@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import subprocess
 import sys
 import tarfile
 import time
@@ -140,6 +141,16 @@ def test_a_toy_run(script, arguments, times):
     assert results["rows"]
     for row in results["rows"]:
         assert all(row[name] > 0 for name in times)
+
+
+@pytest.mark.slow
+def test_whole_headers_are_judged_in_every_form():
+    """The script ends with an error where a check does."""
+    script = Path(__file__).parents[2] / "benchmarks" / "headers.py"
+    for model in ("ling-3.0-tiny", "glm-5.3-flash"):
+        command = [sys.executable, str(script), "--only", model, "--repeats", "1"]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert run.stdout.count("ranks:") == 4
 
 
 @pytest.mark.long
