@@ -133,13 +133,36 @@ def _in_xla(operands, *, static):
 
 
 def _in_kernels(operands, *, static):
-    from kda_jax import prefill_mosaic_gpu  # a second to load
+    # A second to load.
+    from kda_jax import prefill_grad_mosaic_gpu, prefill_mosaic_gpu
 
-    plain, kernels = (
-        functools.partial(module.chunks_and_states, static=static)
-        for module in (prefill_xla, prefill_mosaic_gpu)
+    tensors = 5  # q, k, v, log_decay and beta, before start and live
+    bounds = () if operands.cu_seqlens is None else (operands.cu_seqlens,)
+
+    def of(function):
+        def call_it(*x):
+            return function(*x, *() if bounds else (None,), static=static)
+
+        return call_it
+
+    def keeping(*x):
+        results, kept = of(prefill_mosaic_gpu.with_residuals)(*x)
+        return results, (x[:tensors], x[tensors + 1 :], kept)
+
+    def gradients(saved, cotangents):
+        x, (live, *bounds), kept = saved
+        found = prefill_grad_mosaic_gpu.gradients(
+            x, live, bounds[0] if bounds else None, kept, *cotangents, static=static
+        )
+        return (*found, None, *(None for _ in bounds))
+
+    run = with_transforms_of(
+        of(prefill_xla.chunks_and_states),
+        of(prefill_mosaic_gpu.chunks_and_states),
+        keeping,
+        gradients,
     )
-    return _over_pool(operands, static, lambda *x, static: with_transforms_of(plain, kernels)(*x))
+    return _over_pool(operands, static, lambda *x, static: run(*x[:-1], *bounds))
 
 
 def _over_pool(operands, static, chunks_and_states):

@@ -21,7 +21,7 @@ one.
 Over 350 lines, since the two kernels are one algorithm and follow one plan.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -32,22 +32,44 @@ from jax import lax
 from kda_contracts import Sizes
 from kda_jax import gates
 from kda_jax.mosaic import divide, to_memory
-from kda_jax.sequences import owners
+from kda_jax.prefill_plan import ALIGNED, betas, in_log2, plan_chunks
 from kda_jax.transforms import unfused
+from kda_jax.wgmma import (
+    CHUNK,
+    LAYOUT,
+    LEVELS,
+    NARROW,
+    along,
+    decays_between,
+    iota,
+    launch,
+    load,
+    pairs_of_level,
+    products,
+    shared,
+    zeros,
+)
 
-CHUNK = 64  # the rows of one wgmma
-LEVELS = 6  # halves of 1, 2, 4, .. 32 tokens
 TILE = 32
 ROW_BYTES = 128  # where a copy from shared memory may begin
 STAGES = 3  # chunks in shared memory in the second kernel, the present one included
-ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
-LEAST_DECAY = (
-    -185.0
-)  # a log2 of the decay below this gives 0 in float32 all the same; -inf times 0 would be NaN
-LOG2_E = 1.4426950408889634
-LAYOUT = plgpu.Layout.WGMMA
-NARROW = jnp.bfloat16
 CAPABILITIES = (9.0, 9.0)  # wgmma is of this compute capability alone
+
+
+class Kept(NamedTuple):
+    """What the derivative takes of a run, by chunk: `[n, lanes, HV, ...]`, bfloat16 but for last.
+
+    All but states and changes hang on no state, and can be made again.
+    """
+
+    w: jax.Array  # [.., CHUNK, K]
+    scores: jax.Array  # [.., CHUNK, CHUNK]
+    q: jax.Array  # [.., CHUNK, K], q exp(G)
+    k: jax.Array  # [.., CHUNK, K], k exp(G_last - G)
+    last: jax.Array  # [.., K] float32, exp(G_last)
+    inverse: jax.Array  # [.., CHUNK, CHUNK], of the system before beta
+    states: jax.Array  # [.., K, V], before the chunk
+    changes: jax.Array  # [.., CHUNK, V], new = u - w S^T
 
 
 def unsupported(sizes: Sizes, dtypes) -> str | None:
@@ -68,6 +90,17 @@ def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, stat
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
       outs are zeros.
     """
+    tensors = (q, k, v, log_decay, beta)
+    return _run(*tensors, start, live, cu_seqlens, static=static, keep=False)[0]
+
+
+def with_residuals(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
+    """`((out, after), kept)`: the same, and a `Kept` for the derivative."""
+    tensors = (q, k, v, log_decay, beta)
+    return _run(*tensors, start, live, cu_seqlens, static=static, keep=True)
+
+
+def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep):
     sizes, T = static.sizes, static.sizes.T
     length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
     if length != T:
@@ -75,86 +108,40 @@ def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, stat
             jnp.pad(x, [(0, 0), (0, length - T), *[(0, 0)] * (x.ndim - 2)])
             for x in (q, k, v, log_decay, beta)
         )
-    chunks, begin, low, high, shown = _plan(cu_seqlens, live, sizes)
-    log2_decay = jnp.maximum(log_decay.astype(jnp.float32) * LOG2_E, LEAST_DECAY).astype(
-        jnp.float16
-    )
-    token = begin[..., None] + jnp.arange(CHUNK, dtype=jnp.int32)[None, None]  # [n, lanes, CHUNK]
-    inside = (token >= (begin + low)[..., None]) & (token < (begin + shown)[..., None])
-    lane = jnp.arange(begin.shape[1], dtype=jnp.int32)[None, :, None]
-    beta = jnp.where(
-        inside[..., None], beta.at[lane, token].get(mode="clip").astype(jnp.float32), 0
-    )
-    beta = jnp.swapaxes(beta, 2, 3)  # [n, lanes, HV, CHUNK]
-    made = _make_chunks(
-        *unfused((q, k, v, log2_decay, beta, begin, low, shown)),
+    plan = plan_chunks(cu_seqlens, live, sizes.B, T)
+    beta = betas(beta, plan, keep)
+    w, u, *made = _make_chunks(
+        *unfused((q, k, v, in_log2(log_decay), beta, plan.begin, plan.low, plan.shown)),
         sizes=sizes,
         maths=static.maths,
+        keep=keep,
     )
     start = jnp.swapaxes(start, 2, 3)
     if (
         cu_seqlens is not None
     ):  # the tokens before the first sequence and behind the last are sequences too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
-    out, after = _walk_chunks(
-        *made,
-        *unfused((start, chunks, begin, low, high)),
+    out, after, *walked = _walk_chunks(
+        w,
+        u,
+        *made[:4],
+        *unfused((start, *plan[:4])),
         length=length,
         sizes=sizes,
         out_dtype=static.out_dtype,
+        keep=keep,
     )
     out, after = unfused((out, after))
     if cu_seqlens is not None:
         after = after[1:-1]
-    return out[:, :T], jnp.swapaxes(after, 2, 3)
+    kept = Kept(w, *made, *walked) if keep else None
+    return (out[:, :T], jnp.swapaxes(after, 2, 3)), kept
 
 
-def _plan(cu_seqlens, live, sizes):
-    """Which tokens the chunks hold: `(chunks, begin, low, high, shown)`, all int32.
+def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, keep):
+    """`(w, u, scores, q', k', last)` of every chunk, and with `keep` the inverse.
 
-    Returns:
-      chunks: `[sequences + 1]`, the first chunk of each sequence. Dense: each has its own lane, and
-        all begin at 0.
-      begin: `[n, lanes]`, the token at which a chunk begins, a multiple of ALIGNED. Its rows low to
-        high - 1 are tokens of its sequence, and low to shown - 1 where the sequence is live.
-    """
-    T, i32 = sizes.T, jnp.int32
-    if cu_seqlens is None:
-        n = -(-T // CHUNK)
-        begin = jnp.arange(n, dtype=i32)[:, None] * CHUNK + jnp.zeros((1, sizes.B), i32)
-        high = jnp.minimum(T - begin, CHUNK)
-        return (
-            jnp.array([0, n], i32),
-            begin,
-            jnp.zeros_like(begin),
-            high,
-            jnp.where(live[None], high, 0),
-        )
-    bounds = lax.cummax(
-        jnp.clip(cu_seqlens, 0, T)
-    )  # chunks are counted: whatever it holds, there is room for them
-    bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
-    live = jnp.pad(live, 1)
-    sequences = live.shape[0]
-    n = (T + (CHUNK + ALIGNED - 2) * sequences) // CHUNK
-    starts, ends = bounds[:-1], bounds[1:]
-    aligned = starts // ALIGNED * ALIGNED
-    counts = jnp.where(ends > starts, (ends - aligned + CHUNK - 1) // CHUNK, 0)
-    chunks = jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(counts, dtype=i32)])
-    owner = jnp.minimum(owners(chunks, n), sequences - 1)
-    begin = aligned[owner] + (jnp.arange(n, dtype=i32) - chunks[owner]) * CHUNK
-    low = jnp.clip(starts[owner] - begin, 0, CHUNK)
-    high = jnp.clip(ends[owner] - begin, 0, CHUNK)
-    begin = jnp.minimum(
-        begin, T // ALIGNED * ALIGNED
-    )  # of a chunk behind the last: it is computed, and not used
-    return chunks, *(x[:, None] for x in (begin, low, high, jnp.where(live[owner], high, 0)))
-
-
-def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths):
-    """`(w, u, scores, q', k', last)` of every chunk.
-
-    They are `[n, lanes, HV, CHUNK, ...]`, the last one `[n, lanes, HV, K]`.
+    They are `[n, lanes, HV, CHUNK, ...]`, last `[n, lanes, HV, K]`.
     """
     n, lanes = begin.shape
     HV, K, V = sizes.HV, sizes.K, sizes.V
@@ -165,22 +152,24 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths):
         for name, width in widths.items()
     }
     results["last_out"] = jax.ShapeDtypeStruct((n, lanes, HV, K), jnp.float32)
+    if keep:
+        results["inverse_out"] = jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, CHUNK), NARROW)
     scratch = dict(
-        q_s=_shared(CHUNK, K),
-        k_s=_shared(CHUNK, K),
-        v_s=_shared(CHUNK, V),
-        decay_s=_shared(CHUNK, K, dtype=jnp.float16),
-        keys_s=_shared(CHUNK, K),
-        queries_s=_shared(CHUNK, K),
-        ones_s=_shared(CHUNK, CHUNK, dtype=jnp.float16),
-        square_s=_shared(CHUNK, CHUNK),
+        q_s=shared(CHUNK, K),
+        k_s=shared(CHUNK, K),
+        v_s=shared(CHUNK, V),
+        decay_s=shared(CHUNK, K, dtype=jnp.float16),
+        keys_s=shared(CHUNK, K),
+        queries_s=shared(CHUNK, K),
+        ones_s=shared(CHUNK, CHUNK, dtype=jnp.float16),
+        square_s=shared(CHUNK, CHUNK),
         loaded=plgpu.Barrier(num_arrivals=4),
     )
 
     def body(**refs):
         _make_body(refs, sizes=sizes, maths=maths)
 
-    return _launch(
+    return launch(
         body, operands, results, scratch, blocks=n * lanes * HV, name="kda_prefill_chunks"
     )
 
@@ -210,15 +199,12 @@ def _make_body(refs, *, sizes, maths):
     @pl.when((low > 0) | (shown < CHUNK))
     def _():  # the rows of no token hold what the memory held
         for ref in (q_s, k_s, v_s, decay_s):
-            at = _iota(0, ref.shape[1])
-            ref[...] = jnp.where((at >= low) & (at < shown), _load(ref), jnp.zeros((), ref.dtype))
+            at = iota(0, ref.shape[1])
+            ref[...] = jnp.where((at >= low) & (at < shown), load(ref), jnp.zeros((), ref.dtype))
         plgpu.commit_smem()
 
-    def along(x, width, axis):
-        return lax.broadcast_in_dim(x, (CHUNK, width), (axis,))
-
     def scaled(ref, factor):
-        x = _load(ref).astype(f32)
+        x = load(ref).astype(f32)
         if maths.use_qk_l2norm:
             x = x * along(gates.inverse_norm((x * x).sum(1)), K, 0)
         x = x * factor
@@ -226,65 +212,70 @@ def _make_body(refs, *, sizes, maths):
         return x
 
     rows = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LAYOUT.reduce(1))
-    row, col = _iota(0, CHUNK), _iota(1, CHUNK)
+    row, col = iota(0, CHUNK), iota(1, CHUNK)
     ones_s[...] = plgpu.layout_cast(jnp.ones((CHUNK, CHUNK), jnp.float16), LAYOUT)
 
     def sums(first, last):
         """The product that gives the log decays of tokens first to last, summed: `[CHUNK, K]`."""
         which = (col >= along(first, CHUNK, 0)) & (col <= along(last, CHUNK, 0))
-        return jnp.where(which, jnp.float16(1), jnp.float16(0)), decay_s, _zeros(K)
+        return jnp.where(which, jnp.float16(1), jnp.float16(0)), decay_s, zeros(K)
 
     same = (scaled(q_s, maths.scale) * scaled(k_s, 1.0)).sum(1)
     scores = jnp.where(row == col, along(same, CHUNK, 0), 0.0)
-    inverse = jnp.where(row == col, 1.0, _zeros(CHUNK))
+    inverse = jnp.where(row == col, 1.0, zeros(CHUNK))
     beta = refs["beta"].at[chunk, lane, head]
-    beta_of_rows = -_load(beta, LAYOUT.reduce(1))
+    beta_of_rows = -load(beta, LAYOUT.reduce(1))
     corner_s = queries_s.at[:, pl.ds(0, CHUNK)]  # free once its product is done
 
     # A loop: unrolled, half of the time (1.1 ms of 8192 tokens on an H200) went into fetching code.
     def level(number, carry):
         scores, inverse = carry
         half = lax.shift_left(jnp.int32(1), number.astype(jnp.int32))
-        middle = (rows & -(2 * half)) + half
-        (apart,) = _products(sums(jnp.minimum(middle, rows + 1), jnp.maximum(middle - 1, rows)))
+        (apart,) = products(sums(*decays_between(rows, half)))
         apart = jnp.exp2(apart)
         plgpu.commit_smem()  # all warps have read corner_s of the level before
-        queries_s[...] = (_load(q_s).astype(f32) * apart).astype(NARROW)
-        keys_s[...] = (_load(k_s).astype(f32) * apart).astype(NARROW)
+        queries_s[...] = (load(q_s).astype(f32) * apart).astype(NARROW)
+        keys_s[...] = (load(k_s).astype(f32) * apart).astype(NARROW)
         square_s[...] = inverse.astype(NARROW)
         plgpu.commit_smem()
         transposed = keys_s.transpose((1, 0))
-        k_k, q_k = _products(
-            (keys_s, transposed, _zeros(CHUNK)), (queries_s, transposed, _zeros(CHUNK))
+        k_k, q_k = products(
+            (keys_s, transposed, zeros(CHUNK)), (queries_s, transposed, zeros(CHUNK))
         )
-        pairs = ((row ^ col) >= half) & ((row ^ col) < 2 * half) & (row > col)
+        pairs = pairs_of_level(row, col, half) & (row > col)
         scores = jnp.where(pairs, q_k, scores)
         below = jnp.where(pairs, k_k * along(beta_of_rows, CHUNK, 0), 0.0)
-        (corner,) = _products((below.astype(NARROW), square_s, _zeros(CHUNK)))
+        (corner,) = products((below.astype(NARROW), square_s, zeros(CHUNK)))
         plgpu.commit_smem()  # all warps have read what the next lines overwrite
         corner_s[...] = corner.astype(NARROW)
         plgpu.commit_smem()
-        (inverse,) = _products((inverse.astype(NARROW), corner_s, inverse))
+        (inverse,) = products((inverse.astype(NARROW), corner_s, inverse))
         return scores, inverse
 
     plgpu.commit_smem()
     scores, inverse = lax.fori_loop(0, LEVELS, level, (scores, inverse))
-    inverse = (inverse * along(_load(beta, LAYOUT.reduce(0)), CHUNK, 1)).astype(NARROW)
+    if "inverse_out" in refs:
+        square_s[...] = inverse.astype(NARROW)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(square_s, refs["inverse_out"].at[chunk, lane, head])
+    inverse = (inverse * along(load(beta, LAYOUT.reduce(0)), CHUNK, 1)).astype(NARROW)
 
-    (since,) = _products(sums(jnp.zeros_like(rows), rows))
+    (since,) = products(sums(jnp.zeros_like(rows), rows))
     since = jnp.exp2(since)
-    keys_s[...] = (_load(k_s).astype(f32) * since).astype(NARROW)
-    q_s[...] = (_load(q_s).astype(f32) * since).astype(NARROW)
-    until, totals = _products(
+    keys_s[...] = (load(k_s).astype(f32) * since).astype(NARROW)
+    q_s[...] = (load(q_s).astype(f32) * since).astype(NARROW)
+    until, totals = products(
         sums(rows + 1, jnp.full_like(rows, CHUNK - 1)),
         (decay_s.transpose((1, 0)), ones_s, plgpu.layout_cast(jnp.zeros((K, CHUNK), f32), LAYOUT)),
     )
     to_memory(
         refs["last_out"].at[chunk, lane, head], jnp.exp2(totals.max(1))
     )  # its columns are all the same
-    k_s[...] = (_load(k_s).astype(f32) * jnp.exp2(until)).astype(NARROW)
+    k_s[...] = (load(k_s).astype(f32) * jnp.exp2(until)).astype(NARROW)
     plgpu.commit_smem()
-    w, u = _products((inverse, keys_s, _zeros(K)), (inverse, v_s, _zeros(V)))
+    w, u = products((inverse, keys_s, zeros(K)), (inverse, v_s, zeros(V)))
+    if "inverse_out" in refs:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
     keys_s[...], v_s[...], square_s[...] = (x.astype(NARROW) for x in (w, u, scores))
     plgpu.commit_smem()
@@ -294,17 +285,24 @@ def _make_body(refs, *, sizes, maths):
 
 
 def _walk_chunks(
-    w, u, scores, q, k, last, start, chunks, begin, low, high, *, length, sizes, out_dtype
+    w, u, scores, q, k, last, start, chunks, begin, low, high, *, length, sizes, out_dtype, keep
 ):
-    """`(out [B, length, HV, V], after [sequences, HV, K, V])`."""
+    """`(out [B, length, HV, V], after [sequences, HV, K, V])`.
+
+    With `keep` also the states before each chunk, `[n, lanes, HV, K, V]`, and the changes `new`,
+    `[n, lanes, HV, CHUNK, V]`.
+    """
     HV, K, V = sizes.HV, sizes.K, sizes.V
-    sequences = start.shape[0]
+    sequences, each = start.shape[0], (*begin.shape, HV)
     operands = dict(w=w, u=u, scores=scores, q=q, k=k, last=last)
     operands |= dict(start=start, chunks=chunks, begin=begin, low=low, high=high)
     results = dict(
         out=jax.ShapeDtypeStruct((sizes.B, length, HV, V), out_dtype),
         after=jax.ShapeDtypeStruct((sequences, HV, K, V), jnp.float32),
     )
+    if keep:
+        results["states"] = jax.ShapeDtypeStruct((*each, K, V), NARROW)
+        results["changes"] = jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW)
     scratch = dict(
         w_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
         q_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
@@ -325,7 +323,7 @@ def _walk_chunks(
     def body(**refs):
         _walk_body(refs, HV=HV, tiles=V // TILE)
 
-    return _launch(
+    return launch(
         body,
         operands,
         results,
@@ -373,14 +371,22 @@ def _walk(refs, sequence, lane, head, columns, first, steps):
         w_s, u_s, scores_s, q_s, k_s, last_s = (
             refs[name + "_s"].at[stage] for name in ("w", "u", "scores", "q", "k", "last")
         )
+        keep = "states" in refs
+        if keep:  # what the step before stores of these
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()
         state_s[...] = state.astype(NARROW)
         plgpu.barrier_wait(refs["loaded"].at[stage])
         plgpu.commit_smem()
-        erased, shown = _products((w_s, state_s, _zeros(TILE)), (q_s, state_s, _zeros(TILE)))
-        new_s[...] = (_load(u_s).astype(jnp.float32) - erased).astype(NARROW)
+        if keep:
+            plgpu.copy_smem_to_gmem(state_s, refs["states"].at[chunk, lane, head, :, columns])
+        erased, shown = products((w_s, state_s, zeros(TILE)), (q_s, state_s, zeros(TILE)))
+        new_s[...] = (load(u_s).astype(jnp.float32) - erased).astype(NARROW)
         plgpu.commit_smem()
-        kept = state * lax.broadcast_in_dim(_load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
-        state, shown = _products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
+        if keep:
+            plgpu.copy_smem_to_gmem(new_s, refs["changes"].at[chunk, lane, head, :, columns])
+        kept = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
+        state, shown = products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
         plgpu.barrier_arrive(refs["used"].at[stage])
         shown = shown.astype(out.dtype)
         whole = (low == 0) & (high == CHUNK)
@@ -405,59 +411,6 @@ def _walk(refs, sequence, lane, head, columns, first, steps):
 
         return state
 
-    state = lax.fori_loop(0, steps, advance, _load(refs["start"].at[sequence, head, :, columns]))
+    state = lax.fori_loop(0, steps, advance, load(refs["start"].at[sequence, head, :, columns]))
     to_memory(refs["after"].at[sequence, head, :, columns], state)
     plgpu.wait_smem_to_gmem(0)
-
-
-def _launch(body, operands, results, scratch, *, blocks, name, warpgroups=1):
-    names = (*operands, *results, *scratch)
-    return plgpu.kernel(
-        lambda *refs: body(**dict(zip(names, refs, strict=True))),
-        out_type=list(results.values()),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        scratch_types=list(scratch.values()),
-        kernel_name=name,  # what profilers show
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
-    )(*operands.values())
-
-
-def _shared(*shape, dtype=NARROW):
-    """Shared memory of rows of 128 bytes and more, as wgmma reads it.
-
-    Layout inference would take minutes to find it.
-    """
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    )
-
-
-def _products(*operands):
-    """onto + a @ b in float32 for each `(a, b, onto)`.
-
-    a is in registers or in shared memory, b in shared memory.
-    """
-
-    def multiply(refs):
-        for ref, (a, b, _) in zip(refs, operands, strict=True):
-            plgpu.wgmma(ref, a, b)
-
-    accumulators: Any = tuple(plgpu.ACC.init(onto) for _, _, onto in operands)
-    return pl.run_state(multiply)(accumulators)
-
-
-def _zeros(width):
-    return plgpu.layout_cast(jnp.zeros((CHUNK, width), jnp.float32), LAYOUT)
-
-
-def _iota(axis, width):
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, width), axis, layout=LAYOUT)
-
-
-def _load(ref, layout=LAYOUT):
-    return plgpu.load(ref, layout=layout, optimized=False)

@@ -102,10 +102,12 @@ def _refuse_vmap(axis_size, mapped, ref, *operands):
     )
 
 
-def with_transforms_of(plain, kernel):
-    """`kernel` of arrays, with `plain` for its derivatives and under vmap.
+def with_transforms_of(plain, kernel, keeping, gradients):
+    """`kernel` of arrays, with a derivative of its own and with `plain` under vmap.
 
-    `plain` computes the same in XLA.
+    plain: the same in XLA. keeping: `(results, kept)`, the results again and what the derivative
+    needs. gradients: `(kept, cotangents)` to those of all operands, None for integers. Under vmap
+    the last two are a loop. Forward mode is refused, by JAX.
     """
     batched = jax.custom_batching.custom_vmap(kernel)
 
@@ -115,8 +117,8 @@ def with_transforms_of(plain, kernel):
         results = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
-    differentiable = jax.custom_jvp(lambda *operands: batched(*operands))
-    differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    differentiable = jax.custom_vjp(lambda *operands: batched(*operands))
+    differentiable.defvjp(loop_over_mapped(keeping), loop_over_mapped(gradients))
     return differentiable
 
 
@@ -126,11 +128,10 @@ def loop_over_mapped(function):
 
     @looped.def_vmap
     def rule(axis_size, mapped, *operands):
-        operands = [
-            x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
-            for x, is_mapped in zip(operands, mapped, strict=True)
-        ]
-        results = jax.lax.map(lambda xs: looped(*xs), operands)
+        def each(x, is_mapped):
+            return x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+        results = jax.lax.map(lambda xs: looped(*xs), jax.tree.map(each, operands, tuple(mapped)))
         return results, jax.tree.map(lambda _: True, results)
 
     return looped

@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         f"gpu tests on {device}: {gpu['passed'] + gpu['failed'] + gpu['error']} ran, "
         f"{gpu['passed']} passed, {gpu['skipped']} skipped"
     )
-    if path := config.getoption("--record"):
+    if (path := config.getoption("--record")) and not hasattr(config, "workerinput"):
         options = argparse.Namespace(output=path, commit=config.getoption("--commit"))
         argv = ["pytest", *config.invocation_params.args]
         record = records.start(options, packages=PACKAGES, argv=argv)

@@ -1,0 +1,112 @@
+"""Where the chunks of the prefill kernels lie: which tokens each holds, and the way there and back.
+
+A chunk begins at a multiple of ALIGNED tokens, where a copy to shared memory may begin. So the
+chunks of two sequences that lie end to end may share some tokens; a row of a chunk that is no token
+of its sequence is masked.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kda_jax.sequences import owners
+from kda_jax.wgmma import CHUNK
+
+ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
+# A log2 of the decay below this gives 0 in float32 all the same; -inf times 0 would be NaN.
+LEAST_DECAY = -185.0
+LOG2_E = 1.4426950408889634
+LEAST_BETA = 2.0**-100  # as good as 0
+
+
+class Plan(NamedTuple):
+    """Which tokens the chunks hold, all int32.
+
+    Dense: each sequence has its own lane, and all begin at token 0. With boundaries: one lane.
+    """
+
+    chunks: jax.Array  # [sequences + 1], the first chunk of each sequence
+    begin: jax.Array  # [n, lanes], the token at which a chunk begins
+    low: jax.Array  # [n, lanes]; rows low to high - 1 are tokens of the chunk's sequence,
+    high: jax.Array
+    shown: jax.Array  # and low to shown - 1 where that is live
+
+    @property
+    def dense(self):
+        return self.chunks.shape[0] == 2  # with boundaries there are two sequences and more
+
+
+def plan_chunks(cu_seqlens, live, B, T):
+    """The Plan of B rows of T tokens.
+
+    With boundaries, the tokens before the first sequence and behind the last are sequences too,
+    which are not live.
+    """
+    i32 = jnp.int32
+    if cu_seqlens is None:
+        n = -(-T // CHUNK)
+        begin = jnp.arange(n, dtype=i32)[:, None] * CHUNK + jnp.zeros((1, B), i32)
+        high = jnp.minimum(T - begin, CHUNK)
+        shown = jnp.where(live[None], high, 0)
+        return Plan(jnp.array([0, n], i32), begin, jnp.zeros_like(begin), high, shown)
+    # Chunks are counted: whatever the boundaries hold, there is room for them.
+    bounds = lax.cummax(jnp.clip(cu_seqlens, 0, T))
+    bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
+    live = jnp.pad(live, 1)
+    sequences = live.shape[0]
+    n = (T + (CHUNK + ALIGNED - 2) * sequences) // CHUNK
+    starts, ends = bounds[:-1], bounds[1:]
+    aligned = starts // ALIGNED * ALIGNED
+    counts = jnp.where(ends > starts, (ends - aligned + CHUNK - 1) // CHUNK, 0)
+    chunks = jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(counts, dtype=i32)])
+    owner = jnp.minimum(owners(chunks, n), sequences - 1)
+    begin = aligned[owner] + (jnp.arange(n, dtype=i32) - chunks[owner]) * CHUNK
+    low = jnp.clip(starts[owner] - begin, 0, CHUNK)
+    high = jnp.clip(ends[owner] - begin, 0, CHUNK)
+    # Of a chunk behind the last: it is computed, and not used.
+    begin = jnp.minimum(begin, T // ALIGNED * ALIGNED)
+    shown = jnp.where(live[owner], high, 0)
+    return Plan(chunks, *(x[:, None] for x in (begin, low, high, shown)))
+
+
+def in_chunks(x, plan):
+    """`[B, T, heads, width]` as `[n, lanes, heads, CHUNK, width]`, zeros where none is shown."""
+    n, lanes = plan.begin.shape
+    rows = jnp.arange(CHUNK, dtype=jnp.int32)[None, None]
+    inside = (rows >= plan.low[..., None]) & (rows < plan.shown[..., None])
+    if plan.dense:
+        x = jnp.pad(x, [(0, 0), (0, n * CHUNK - x.shape[1]), (0, 0), (0, 0)])
+        x = jnp.moveaxis(x.reshape(lanes, n, CHUNK, *x.shape[2:]), 1, 0)
+    else:
+        x = x.at[0, plan.begin[..., None] + rows].get(mode="clip")
+    x = jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
+    return jnp.swapaxes(x, 2, 3)
+
+
+def out_of_chunks(x, plan, T):
+    """`[n, lanes, heads, CHUNK, width]` as `[B, T, heads, width]`: each token from its chunk."""
+    n, lanes, heads, _, width = x.shape
+    x = jnp.swapaxes(x, 2, 3)
+    if plan.dense:
+        return jnp.moveaxis(x, 0, 1).reshape(lanes, n * CHUNK, heads, width)[:, :T]
+    number = jnp.arange(n, dtype=jnp.int32)
+    first = jnp.where(number < plan.chunks[-1], (plan.begin + plan.low)[:, 0], T)
+    chunk = owners(jnp.append(first, T), T)
+    at = chunk * CHUNK + jnp.arange(T, dtype=jnp.int32) - plan.begin[chunk, 0]
+    return x.reshape(n * CHUNK, heads, width).at[at].get(mode="clip")[None]
+
+
+def in_log2(log_decay):
+    """Base 2, as the kernels read it: float16, and finite."""
+    return jnp.maximum(log_decay.astype(jnp.float32) * LOG2_E, LEAST_DECAY).astype(jnp.float16)
+
+
+def betas(beta, plan, keep):
+    """`[n, lanes, HV, CHUNK]` float32: 0 where no token is, but never 0 with `keep`.
+
+    The derivative divides by it.
+    """
+    beta = in_chunks(beta.astype(jnp.float32)[..., None], plan)[..., 0]
+    return jnp.maximum(beta, LEAST_BETA) if keep else beta
