@@ -39,7 +39,6 @@ from kda_jax.wgmma import (
     iota,
     launch,
     load,
-    pairs_of_level,
     products,
     shared,
     zeros,
@@ -346,57 +345,64 @@ def _spread_body(refs, *, lanes, sizes):
     start = (zeros(CHANNELS), zeros(CHANNELS), zeros(CHANNELS), none)
     d_queries, d_early, d_late, d_last = lax.fori_loop(0, V // CHUNK, columns, start)
     to_memory(last_s, d_last)
-    row, col = iota(0, CHUNK), iota(1, CHUNK)
-    half_one, half_none, one, nothing = jnp.float16(1), jnp.float16(0), NARROW(1), NARROW(0)
+    rows, cols = (
+        plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=LAYOUT.reduce(axis))
+        for axis in (1, 0)
+    )
+    by_row, by_col = along(rows, CHUNK, 0), along(cols, CHUNK, 1)
+
+    def ones(where, dtype):
+        return jnp.where(where, dtype(1), dtype(0))
 
     plgpu.barrier_wait(refs["loaded"])
-    since, until = products(
-        (jnp.where(col <= row, half_one, half_none), decay_s, zeros(CHANNELS)),
-        (jnp.where(col > row, half_one, half_none), decay_s, zeros(CHANNELS)),
-    )
-    since, until = jnp.exp2(since), jnp.exp2(until)
-    q, k = load(q_s).astype(f32), load(k_s).astype(f32)
-    d_q = d_queries * since
-    d_early, d_late = d_early * since, d_late * until
-    one_s[...] = (q * d_q - k * d_early).astype(NARROW)
-    two_s[...] = (k * d_late).astype(NARROW)
+    (since,) = products((ones(by_col <= by_row, jnp.float16), decay_s, zeros(CHANNELS)))
+    since = jnp.exp2(since)
+    d_q, d_early = d_queries * since, d_early * since
+    one_s[...] = (load(q_s).astype(f32) * d_q - load(k_s).astype(f32) * d_early).astype(NARROW)
+    (until,) = products((ones(by_col > by_row, jnp.float16), decay_s, zeros(CHANNELS)))
+    d_late = d_late * jnp.exp2(until)
+    two_s[...] = (load(k_s).astype(f32) * d_late).astype(NARROW)
+    same = jnp.where(by_row == by_col, load(refs["d_scores_s"]).astype(f32), 0.0).sum(1)
+    same = along(same, CHANNELS, 0)
+    d_q = d_q + same * load(k_s).astype(f32)
+    d_k = d_late - d_early + same * load(q_s).astype(f32)
     plgpu.commit_smem()
     d_last = load(last_s, LAYOUT.reduce(0)) * load(
         refs["last"].at[chunk, lane, head, channels], LAYOUT.reduce(0)
     )
     d_decay = along(d_last, CHANNELS, 1)
-    (d_decay,) = products((jnp.where(col >= row, one, nothing), one_s, d_decay))
-    (d_decay,) = products((jnp.where(col < row, one, nothing), two_s, d_decay))
-    same = along(
-        jnp.where(row == col, load(refs["d_scores_s"]).astype(f32), 0.0).sum(1), CHANNELS, 0
-    )
-    d_q, d_k = d_q + same * k, d_late - d_early + same * q
+    (d_decay,) = products((ones(by_col >= by_row, NARROW), one_s, d_decay))
+    (d_decay,) = products((ones(by_col < by_row, NARROW), two_s, d_decay))
 
+    # What registers need not hold is read again: 255 are all there are, and 96 hold the results.
     def level(number, carry):
         d_q, d_k, d_decay = carry
         half = lax.shift_left(jnp.int32(1), number.astype(jnp.int32))
-        first, last = decays_between(row, half)
-        which = jnp.where((col >= first) & (col <= last), half_one, half_none)
+        first, last = (along(x, CHUNK, 0) for x in decays_between(rows, half))
+        which = ones((by_col >= first) & (by_col <= last), jnp.float16)
         (apart,) = products((which, decay_s, zeros(CHANNELS)))
         apart = jnp.exp2(apart)
-        second = (iota(0, CHANNELS) & half) != 0  # the tokens of the later half: the queries
+        second = along(rows & half, CHANNELS, 0) != 0  # the later half's tokens: the queries
         keys = load(k_s).astype(f32) * apart
         either = jnp.where(second, load(q_s).astype(f32) * apart, keys)
         plgpu.commit_smem()  # all warps have read one_s and two_s
         one_s[...], two_s[...] = either.astype(NARROW), keys.astype(NARROW)
         plgpu.commit_smem()
-        pairs = pairs_of_level(row, col, half)
+        # The two halves of a block of 2 half tokens.
+        pairs = along((rows & -half) ^ half, CHUNK, 0) == along(cols & -half, CHUNK, 1)
+        nothing = NARROW(0)
         by_scores, by_keys = products(
             (jnp.where(pairs, load(refs["d_scores_s"]), nothing), one_s, zeros(CHANNELS)),
             (jnp.where(pairs, load(refs["d_keys_s"]), nothing), two_s, zeros(CHANNELS)),
         )
+        either, keys = load(one_s).astype(f32), load(two_s).astype(f32)
         sums_s[...] = (either * by_scores + keys * by_keys).astype(NARROW)
         plgpu.commit_smem()
-        by_scores, by_keys = by_scores * apart, by_keys * apart
+        by_scores = by_scores * apart
         d_q = d_q + jnp.where(second, by_scores, 0.0)
-        d_k = d_k + by_keys + jnp.where(second, 0.0, by_scores)
-        first, last = decays_between(col, half)
-        which = jnp.where((row >= first) & (row <= last), one, nothing)
+        d_k = d_k + by_keys * apart + jnp.where(second, 0.0, by_scores)
+        first, last = (along(x, CHUNK, 1) for x in decays_between(cols, half))
+        which = ones((by_row >= first) & (by_row <= last), NARROW)
         (d_decay,) = products((which, sums_s, d_decay))
         return d_q, d_k, d_decay
 
