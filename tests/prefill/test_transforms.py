@@ -1,16 +1,20 @@
-"""Every operator under two vmaps against a loop; chunk_kda's derivatives of every kind against
-those of the recurrence, over more than one turn of its loop.
+"""Every operator under two vmaps against a loop, and derivatives of every kind.
+
+Gradients meet float64; the others, and longer ones, those of the recurrence.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunks import operands
+from chunks import GRADIENT_CASES, gradient_case, operands
 from support import assert_near
 
 import kda_jax
 from kda_jax import prefill_xla
+from kda_jax.tools import oracle
 
 SIZES = dict(H=2, HV=4, K=8, V=5)
 BOUNDS = (0, 37, 37, 70)
@@ -101,6 +105,32 @@ def loss_of(op, slots, v):
         return (jnp.tanh(out) * weights).sum() + (state**2).sum()
 
     return loss
+
+
+@functools.partial(jax.jit, static_argnames=("op", "l2norm"))
+def gradients(op, tensors, slots, d_out, d_state, l2norm):
+    """Of each tensor, from the cotangents of out and of the pool."""
+
+    def results(tensors):
+        return op(**tensors, **slots, use_qk_l2norm_in_kernel=l2norm, implementation="xla")
+
+    return jax.vjp(results, tensors)[1]((d_out, d_state))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GRADIENT_CASES)
+@pytest.mark.parametrize("op", [kda_jax.chunk_kda, kda_jax.recurrent_kda])
+def test_gradients_meet_float64(op, case):
+    x, options, d_out, d_state = gradient_case(case)
+    if op is kda_jax.recurrent_kda:  # it starts from its own slots
+        options |= dict(sources=None)
+    expected = oracle.update_gradients(*x.values(), d_out, d_state, **options)
+    slots = dict(slots=x.pop("slots")) | {
+        name: options[name] for name in ("cu_seqlens", "sources") if options[name] is not None
+    }
+    got = gradients(op, x, slots, d_out, d_state, options["l2norm"])
+    for name in x:
+        assert_near(got[name], expected[name], 1e-5)
 
 
 @pytest.mark.sampled(2)
