@@ -16,7 +16,7 @@ chunks) in this order: where the partitioner cuts the rows, or the heads of one 
 
 Every exponent that is taken is <= 0, so no decay overflows: across blocks of 16 tokens a product of
 two such factors, with the later block's start between them; within a block the difference itself,
-channel by channel.
+channel by channel. (Over 350 lines: the derivatives' own rules belong beside what they are of.)
 """
 
 import functools
@@ -320,10 +320,10 @@ def _pairs_across_blocks(x, k, G, precision):
     batch, rows, _, K = x.shape
     early, later = CHUNK - BLOCK, CHUNK // BLOCK - 1
     # Of a later block's start: what its rows have lost since, and what the tokens before had still
-    # to lose until then: above 0 only where the result is of no use.
+    # to lose until then.
     border = tuple(y[:, BLOCK - 1 : early : BLOCK, None] for y in G)
     since = _exp(_minus(tuple(_in_blocks(y)[:, 1:] for y in G), border))
-    until = jnp.exp(jnp.minimum(sum(_minus(border, tuple(y[:, None, :early] for y in G))), 0))
+    until = _decay(_minus(border, tuple(y[:, None, :early] for y in G)))
     x = jnp.moveaxis(_in_blocks(x)[:, :, 1:], 1, 2) * since[:, :, None]
     far = jnp.einsum(
         "bik,bjk->bij",
@@ -339,9 +339,8 @@ def _pairs_across_blocks(x, k, G, precision):
 def _pairs_within_blocks(x, k, G):
     """`[batch, rows, CHUNK, BLOCK]`: the same for i and j of one block, channel by channel."""
     x, k, *G = map(_in_blocks, (x, k, *G))
-    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[None, None, :, :, None]
-    apart = sum(_minus(*(tuple(jnp.expand_dims(y, axis) for y in G) for axis in (-2, -3))))
-    decayed = k[..., None, :, :] * jnp.exp(jnp.where(causal, apart, -jnp.inf))
+    apart = _minus(*(tuple(jnp.expand_dims(y, axis) for y in G) for axis in (-2, -3)))
+    decayed = k[..., None, :, :] * _decay(apart)
     near = (x[..., None, :] * decayed[:, None]).sum(-1)
     return near.reshape(*x.shape[:2], CHUNK, BLOCK)
 
@@ -366,3 +365,11 @@ def _minus(x, y):
 
 def _exp(sums):
     return jnp.exp(sums[0] + sums[1])
+
+
+def _decay(sums):
+    """exp(sums) where they are <= 0; elsewhere, where it is of no use, at most 1.
+
+    No mask: JAX would write it out in full size before the loop.
+    """
+    return jnp.exp(-jnp.abs(sums[0] + sums[1]))
