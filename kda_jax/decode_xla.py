@@ -90,6 +90,39 @@ def _update(operands: Operands, *, static: Static):
     return out, pools.closed(pool, state, written=changed), seen if static.intermediate else None
 
 
+def tokens_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
+    """What `chunks_and_states` of `prefill_xla.py` returns, token after token.
+
+    The state is rounded nowhere in between.
+    """
+    T = static.sizes.T
+    owner = None if cu_seqlens is None else owners(jnp.clip(cu_seqlens, 0, T), T)
+    live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
+    q, k, *others = (
+        jnp.where(_spread(live_tokens, x), x.astype(jnp.float32), 0)
+        for x in (q, k, v, log_decay, beta)
+    )
+    tokens = [jnp.moveaxis(x, 1, 0) for x in (*_of_value_heads(q, k, static), *others)]
+    start = varying_as(start, *tokens, owner)
+
+    def step(states, token):
+        out, states = recurrence(states, *token)
+        return states, out
+
+    def step_of_owner(states, token):
+        row, token = token
+        state, out = step(states.at[row].get(mode="fill", fill_value=0), token)
+        return states.at[row].set(state, mode="drop"), out
+
+    if owner is None:
+        after, out = jax.lax.scan(step, start, tokens)
+        out = jnp.moveaxis(out, 0, 1)
+    else:
+        after, out = jax.lax.scan(step_of_owner, start, (owner, [x[:, 0] for x in tokens]))
+        out = out[None]
+    return jnp.where(_spread(live_tokens, out), out, 0).astype(static.out_dtype), after
+
+
 def _spread(mask, x):
     """A mask of leading axes, with axes of length 1 behind."""
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
@@ -99,12 +132,17 @@ def _gated(tokens, A_log, dt_bias, static):
     """`(q, k, v, log_decay, beta)` of float32 tokens: q scaled, q and k of each value head."""
     f32, HV, maths = jnp.float32, static.sizes.HV, static.maths
     q, k, v, a, b = tokens
-    if maths.use_qk_l2norm:
-        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
-    q, k = (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * f32(maths.scale), k))
+    q, k = _of_value_heads(q, k, static)
     A_log, dt_bias = A_log.astype(f32).reshape(HV, 1), dt_bias.astype(f32).reshape(HV, -1)
     rates, biases = A_log[None, None], dt_bias[None, None]
     return q, k, v, *gates.decay_and_beta(a, b, rates, biases, maths, differentiable=True)
+
+
+def _of_value_heads(q, k, static):
+    HV, maths = static.sizes.HV, static.maths
+    if maths.use_qk_l2norm:
+        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
+    return (jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(maths.scale), k))
 
 
 def _separate(operands, static):

@@ -7,9 +7,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kda_contracts import CHUNK_KDA
-from kda_jax import call, dispatch, pools, prefill_xla
+from kda_jax import call, decode_xla, dispatch, pools, prefill_xla
 from kda_jax.call import Array, Implementation, Pool
 from kda_jax.transforms import with_transforms_of
+
+# Up to so many tokens a CPU takes them one by one. Two cores, 32 tokens, ms forward / gradient, one
+# by one and in a chunk: 6 / 56 and 17 / 141 (B 64, H 2, K 32); 9 / 159 and 21 / 153 (1, 32, 128).
+SHORT = 32
 
 
 def chunk_kda(
@@ -55,7 +59,8 @@ def chunk_kda(
         capability 9.0 where q, k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to
         256; else XLA. Derivatives, and what `vmap` maps, are XLA's in any case. Name "xla" where no
         kernel can be: in a program for several platforms or for a CPU beside that GPU, and in one
-        that the partitioner cuts (inside `jax.shard_map` the kernels run).
+        that the partitioner cuts (inside `jax.shard_map` the kernels run). Where the default
+        backend is a CPU, XLA takes up to 32 tokens one by one, as `recurrent_kda` does.
 
     Returns:
       out: `[B, T, HV, V]`.
@@ -124,12 +129,22 @@ def chunk_kda(
         sources=pools.as_int32(arrays["sources"]),
         cu_seqlens=pools.as_int32(arrays["cu_seqlens"]),
     )
-    run = kda_chunk_mosaic_gpu if choice.name == "mosaic_gpu" else kda_chunk_xla
+    run = kda_tokens_xla if _is_short(sizes.T) else kda_chunk_xla
+    run = kda_chunk_mosaic_gpu if choice.name == "mosaic_gpu" else run
     return run(operands, static=static)
+
+
+def _is_short(T):
+    """Whether XLA takes the tokens one by one: as far as JAX shows it, the program is for a CPU."""
+    return isinstance(T, int) and T <= SHORT and jax.default_backend() == "cpu"
 
 
 def _in_xla(operands, *, static):
     return _over_pool(operands, static, prefill_xla.chunks_and_states)
+
+
+def _token_by_token(operands, *, static):
+    return _over_pool(operands, static, decode_xla.tokens_and_states)
 
 
 def _in_kernels(operands, *, static):
@@ -182,4 +197,5 @@ def _over_pool(operands, static, chunks_and_states):
 
 
 kda_chunk_xla = call.implementation(_in_xla, "kda_chunk_xla")
+kda_tokens_xla = call.implementation(_token_by_token, "kda_tokens_xla")
 kda_chunk_mosaic_gpu = call.implementation(_in_kernels, "kda_chunk_mosaic_gpu")

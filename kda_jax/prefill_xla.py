@@ -9,10 +9,14 @@ log decays from the chunk's start,
     out  = (q exp(G)) S^T + tril(q k^T exp(G_i - G_j)) (u - w S^T)   u = (I + A)^-1 (beta v)
     S   <- S exp(G_last) + u^T k' - S (w^T k')                       k' = k exp(G_last - G)
 
-Only the last line is a loop over the chunks, of one product each; the rest is done for all of them
-at once. Every exponent that is taken is <= 0, so no decay overflows: across blocks of 16 tokens a
-product of two such factors, with the later block's start between them; within a block the
-difference itself, channel by channel.
+Only the last line goes from chunk to chunk, by one product each; the rest is done for all chunks of
+a group at once. A loop goes over the groups. For the derivative it keeps the operands and the
+states before each group, and makes the rest again. All products have one batch axis, (lanes, heads,
+chunks) in this order: where the partitioner cuts the rows, or the heads of one row, it cuts that.
+
+Every exponent that is taken is <= 0, so no decay overflows: across blocks of 16 tokens a product of
+two such factors, with the later block's start between them; within a block the difference itself,
+channel by channel. (Over 350 lines: the derivatives' own rules belong beside what they are of.)
 """
 
 import functools
@@ -26,7 +30,10 @@ from kda_jax.transforms import varying_as
 
 CHUNK = 64
 BLOCK = 16
-UNROLL = 4  # chunks a turn of the loop
+# Chunks a turn of the loop. Of one size, so that a program for more tokens has the same products,
+# and XLA has no more to choose for it. 8 chunks of 32 heads are 256 products at once, for 132
+# multiprocessors of an H200; what a turn makes for its derivative grows with it.
+GROUP = 8
 # A log decay below this is 0 all the same, and a sum of 64 whole numbers of this size is exact in
 # float32.
 MOST_DECAY = -1e4
@@ -38,190 +45,230 @@ def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, stat
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
     outs are zeros.
     """
-    (B, T, HV), V = beta.shape, static.sizes.V
-    precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
     tensors = (q, k, v, log_decay, beta)
+    precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
+    group = functools.partial(_group, static=static, precision=precision)
+    start = varying_as(start, *tensors, live, cu_seqlens)
     if cu_seqlens is None:
-        n = -(-T // CHUNK)
-        q, k, v, log_decay, beta = (_rows_in_chunks(x, n, live) for x in tensors)
-        resets = None
-
-        def at_their_tokens(out):
-            return jnp.moveaxis(out, 0, 1).reshape(B, n * CHUNK, HV, V)[:, :T]
-
-    else:
-        bounds = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
-        take, inside, chunks, owner = _sequences_in_chunks(bounds, T, live)
-        q, k, v, log_decay, beta = (_gathered_in_chunks(x, take, inside) for x in tensors)
-        resets = chunks, owner
-
-        def at_their_tokens(out):
-            token_owner = owners(bounds, T)
-            begin = chunks * CHUNK - jnp.append(bounds[:-1], 0)
-            at = begin[token_owner] + jnp.arange(T, dtype=jnp.int32)
-            out = out.reshape(-1, HV, V).at[at].get(mode="clip")
-            shown = jnp.append(live, False)[token_owner]
-            return jnp.where(shown[:, None, None], out, jnp.zeros((), static.out_dtype)).reshape(
-                B, T, HV, V
-            )
-
-    if static.maths.use_qk_l2norm:
-        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
-    q, k = (
-        jnp.repeat(x, HV // x.shape[2], axis=2) for x in (q * jnp.float32(static.maths.scale), k)
-    )
-    out, after = _chunks(q, k, v, log_decay, beta, start, resets, precision)
-    return at_their_tokens(
-        jnp.moveaxis(out.astype(static.out_dtype), 2, 3)
-    ), after  # from [n, lanes, CHUNK, HV, V]
+        return _rows(tensors, start, live, group)
+    return _end_to_end(tensors, start, live, cu_seqlens, group)
 
 
-def _rows_in_chunks(x, n, live):
-    """`[B, T, heads, ...]` as float32 `[n, B, heads, CHUNK, ...]`.
+def _rows(tensors, start, live, group):
+    """`(out, after)` where each row is one sequence."""
+    B, T = tensors[0].shape[:2]
+    turns, size = _turns(-(-T // CHUNK))
+    tokens = size * CHUNK
 
-    Behind the last token and in padded rows there are zeros.
+    def in_turns(x):
+        x = jnp.pad(x, [(0, 0), (0, turns * tokens - T), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(B, turns, tokens, *x.shape[2:]), 1, 0)
+
+    def turn(state, tensors):
+        tensors = [
+            jnp.where(live.reshape(B, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+            for x in tensors
+        ]
+        out, _, state = group(tensors, state)
+        return state, out
+
+    state = start.reshape(-1, *start.shape[2:])
+    state, out = _loop(turn, state, [in_turns(x) for x in tensors])
+    out = jnp.moveaxis(out, 0, 1).reshape(B, turns * tokens, *out.shape[3:])
+    return out[:, :T], state.reshape(start.shape)
+
+
+def _end_to_end(tensors, start, live, cu_seqlens, group):
+    """`(out, after)` where N sequences lie end to end: T // CHUNK + N chunks hold their tokens.
+
+    Indices that point nowhere lie behind the last, each another one: no two are the same, and the
+    derivative's sums need no atomics.
     """
-    B, T = x.shape[:2]
-    x = jnp.where(live.reshape(B, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-    x = jnp.pad(x, [(0, 0), (0, n * CHUNK - T), *[(0, 0)] * (x.ndim - 2)])
-    x = x.reshape(B, n, CHUNK, *x.shape[2:])
-    return jnp.moveaxis(x, (1, 3), (0, 2)).astype(jnp.float32)
-
-
-def _sequences_in_chunks(cu_seqlens, T, live):
-    """Where the tokens of sequences that lie end to end go: one lane of T // CHUNK + N chunks.
-
-    Returns:
-      take: `[n, 1, CHUNK]`, which token it is; inside: whether it is one, of a live sequence.
-      chunks: `[N+1]`, the first chunk of each sequence; owner: `[n]`, whose it is: N behind the
-        last.
-    """
-    N = live.shape[0]
-    n = T // CHUNK + N
-    lengths = jnp.maximum(cu_seqlens[1:] - cu_seqlens[:-1], 0)
+    T, N = tensors[0].shape[1], live.shape[0]
+    turns, size = _turns(T // CHUNK + N)
+    n = turns * size
+    bounds = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
+    numbers, lengths = jnp.arange(n, dtype=jnp.int32), jnp.maximum(bounds[1:] - bounds[:-1], 0)
+    # The first chunk of each sequence; and whose each chunk is: N behind the last.
     chunks = jnp.concatenate(
         [jnp.zeros(1, jnp.int32), jnp.cumsum((lengths + CHUNK - 1) // CHUNK, dtype=jnp.int32)]
     )
-    owner = owners(chunks, n)  # N for a chunk behind the last sequence
-    number = jnp.arange(n, dtype=jnp.int32) - chunks[owner]
-    ends = jnp.append(cu_seqlens[1:], 0)
-    at = jnp.append(cu_seqlens[:-1], 0)[owner][:, None] + number[:, None] * CHUNK
-    at = at + jnp.arange(CHUNK, dtype=jnp.int32)[None]
-    inside = (at < ends[owner][:, None]) & jnp.append(live, False)[owner][:, None] & (at < T)
-    return jnp.clip(at, 0, T - 1)[:, None], inside[:, None], chunks, owner
+    owner = owners(chunks, n)
+    begins, ends = jnp.append(bounds[:-1], 0), jnp.append(bounds[1:], 0)
+    shown = jnp.append(live, False)
+    places = jnp.arange(n * CHUNK, dtype=jnp.int32).reshape(n, CHUNK)
+    at = begins[owner][:, None] + places - (chunks[owner] * CHUNK)[:, None]
+    inside = (at < ends[owner][:, None]) & shown[owner][:, None]
+    take = jnp.where(inside, at, T + places)
+    first = (owner < N) & (numbers == chunks[owner])
+    last = (owner < N) & (numbers == jnp.append(chunks[1:], 0)[owner] - 1)
+
+    def gathered(x):
+        x = x.reshape(-1, *x.shape[2:]).at[take].get(**_APART, fill_value=0)
+        return x.reshape(turns, 1, size * CHUNK, *x.shape[2:])
+
+    def turn(carry, given):
+        (state, after), (tensors, owner, first, last) = carry, given
+        nowhere = N + jnp.arange(size, dtype=jnp.int32)
+        starts = start.at[jnp.where(first, owner, nowhere)].get(**_APART, fill_value=0)
+        out, states, state = group(tensors, state, (first, starts))
+        after = after.at[jnp.where(last, owner, nowhere)].add(
+            jnp.moveaxis(states, 1, 0), mode="drop", unique_indices=True
+        )
+        return (state, after), out
+
+    zeros = varying_as(jnp.zeros_like(start), start)
+    state = varying_as(jnp.zeros(start.shape[1:], start.dtype), start)
+    of_chunks = [x.reshape(turns, size) for x in (owner, first, last)]
+    given = [gathered(x) for x in tensors], *of_chunks
+    (_, after), out = _loop(turn, (state, zeros), given)
+    token_owner, token = owners(bounds, T), jnp.arange(T, dtype=jnp.int32)
+    at = (chunks * CHUNK - begins)[token_owner] + token
+    at = jnp.where(shown[token_owner], at, n * CHUNK + token)
+    return out.reshape(-1, *out.shape[3:]).at[at].get(**_APART, fill_value=0)[None], after
 
 
-def _gathered_in_chunks(x, take, inside):
-    """`[B, T, heads, ...]` as float32 `[n, lanes, heads, CHUNK, ...]`, zeros where no token is."""
-    flat = x.reshape(-1, *x.shape[2:])
-    x = jnp.where(
-        inside.reshape(*inside.shape, *(1,) * (x.ndim - 2)), flat[take], jnp.zeros((), x.dtype)
-    )
-    return jnp.moveaxis(x.astype(jnp.float32), 3, 2)
+_APART = dict(mode="fill", unique_indices=True)
 
 
-def _chunks(q, k, v, log_decay, beta, start, resets, precision):
-    """All chunks: what needs no state, then the states one after the other, then the read-outs.
+def _turns(n):
+    """`(turns, chunks a turn)` of n chunks; a number that is symbolic is compared with nothing."""
+    size = min(GROUP, n) if isinstance(n, int) else GROUP
+    return -(-n // size), size
+
+
+def _loop(turn, carry, given):
+    # Inside a loop nothing merges what is made again with what was made before.
+    return jax.lax.scan(jax.checkpoint(turn, prevent_cse=False), carry, given)
+
+
+def _group(tensors, state, resets=None, *, static, precision):
+    """Some chunks, one after the other: what needs no state, then the states, then the read-outs.
 
     Args:
-      q, k, log_decay: `[n, lanes, HV, CHUNK, K]`. v: `[n, lanes, HV, CHUNK, V]`. beta:
-        `[n, lanes, HV, CHUNK]`.
-      start: `[N, HV, V, K]`. resets: None, where each lane is one sequence; else
-        `(chunks [N+1], owner [n])`.
+      tensors: q, k, v, log_decay and beta, `[lanes, chunks * CHUNK, heads, ...]` of any dtype.
+      state: `[lanes * HV, V, K]`, before the first chunk.
+      resets: None, or `(first [chunks], starts [chunks, HV, V, K])`: where `first`, a chunk starts
+        from its own state.
 
     Returns:
-      `(out, after)`: `[n, lanes, HV, CHUNK, V]`, and the states `[N, HV, V, K]` after each
-      sequence.
+      `(out, states, state)`: `[lanes, chunks * CHUNK, HV, V]`; the state after each chunk,
+      `[lanes * HV, chunks, V, K]`; and after the last.
     """
     product = functools.partial(jnp.einsum, precision=precision)
-    w, u, scores, q, k, last = _within(q, k, v, log_decay, beta, precision)
-    changes = last, product("nlhik,nlhij->nlhkj", w, k), product("nlhiv,nlhik->nlhvk", u, k)
-    start = varying_as(start, *changes, *(resets or ()))
-
-    def advance(state, change):
-        last, erased, added = change
-        return state * last[:, :, None] + (added - product("lhvk,lhkj->lhvj", state, erased))
-
-    unroll = (
-        UNROLL if isinstance(q.shape[0], int) else 1
-    )  # a symbolic number of chunks is compared with nothing
-    if resets is None:
-        after, states = jax.lax.scan(
-            lambda state, x: (advance(state, x), state), start, changes, unroll=unroll
-        )
-    else:
-        chunks, owner = resets
-        first = jnp.arange(owner.shape[0], dtype=jnp.int32) == chunks[owner]
-
-        def step(state, chunk):
-            first, owner, *change = chunk
-            state = jnp.where(first, start.at[owner].get(mode="fill", fill_value=0)[None], state)
-            return advance(state, change), state
-
-        empty = varying_as(jnp.zeros((1, *start.shape[1:]), start.dtype), start)
-        _, states = jax.lax.scan(step, empty, (first, owner, *changes), unroll=unroll)
-        ends = jnp.maximum(chunks[1:] - 1, 0)
-        after = advance(states[ends, 0], [change[ends, 0] for change in changes])
-    new = u - product("nlhik,nlhvk->nlhiv", w, states)
-    return product("nlhik,nlhvk->nlhiv", q, states) + product(
-        "nlhij,nlhjv->nlhiv", scores, new
-    ), after
+    q, k, v, log_decay, beta = map(_in_chunks, tensors)
+    lanes, HV, chunks = beta.shape[:3]
+    if static.maths.use_qk_l2norm:
+        q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
+    q, k = (
+        jnp.repeat(x, HV // x.shape[1], axis=1) for x in (q * jnp.float32(static.maths.scale), k)
+    )
+    K, V, heads, batch = k.shape[-1], v.shape[-1], lanes * HV, lanes * HV * chunks
+    q, k, v, log_decay, beta = (x.reshape(batch, *x.shape[3:]) for x in (q, k, v, log_decay, beta))
+    wu, scores, q, k, last = _within(q, k, v, log_decay, beta, precision)
+    # Of each chunk `[K + V, K]`: what it erases of a state, and below that what it adds.
+    changes = product("mci,mck->mik", wu, k).reshape(heads, chunks, K + V, K)
+    last = last.reshape(heads, chunks, 1, K)
+    before, states = [], []
+    for c in range(chunks):
+        if resets is not None:
+            state = jnp.where(resets[0][c], resets[1][c], state)
+        before.append(state)
+        erased = product("lvk,lkj->lvj", state, changes[:, c, :K])
+        state = state * last[:, c] + (changes[:, c, K:] - erased)
+        states.append(state)
+    before = jnp.stack(before, 1).reshape(batch, V, K)
+    w_and_q = jnp.concatenate([wu[..., :K], q], 1)
+    seen, out = jnp.split(product("mik,mvk->miv", w_and_q, before), 2, axis=1)
+    out = out + product("mij,mjv->miv", scores, wu[..., K:] - seen)
+    out = out.astype(static.out_dtype).reshape(lanes, HV, chunks * CHUNK, V)
+    return jnp.moveaxis(out, 1, 2), jnp.stack(states, 1), state
 
 
-@functools.partial(
-    jax.checkpoint, static_argnums=(5,)
-)  # the blocks' differences are not kept for the derivative
+def _in_chunks(x):
+    """`[lanes, chunks * CHUNK, heads, ...]` as float32 `[lanes, heads, chunks, CHUNK, ...]`."""
+    x = jnp.moveaxis(x.astype(jnp.float32), 2, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] // CHUNK, CHUNK, *x.shape[3:])
+
+
 def _within(q, k, v, log_decay, beta, precision):
-    """`(w, u, scores, q exp(G), k exp(G_last - G), exp(G_last))` of every chunk."""
+    """`(w and u, scores, q exp(G), k exp(G_last - G), exp(G_last))` of every chunk.
+
+    Args: `[batch, CHUNK, ...]`.
+    """
     G = _sums(log_decay)
-    key_scores, scores = _pairs((k, q), k, G, precision)
-    square = (1,) * (k.ndim - 2) + (CHUNK, CHUNK)
-    before = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1).reshape(square)
-    upto = jnp.tril(jnp.ones((CHUNK, CHUNK), bool)).reshape(square)
-    system = jnp.where(before, key_scores * beta[..., None], 0)
-    inverse = _inverse(system)
-    w, u = (jnp.matmul(inverse, x * beta[..., None], precision=precision) for x in (k * _exp(G), v))
-    last = tuple(x[..., -1:, :] for x in G)
-    scores = jnp.where(upto, scores, 0)
-    return w, u, scores, q * _exp(G), k * _exp(_minus(last, G)), _exp(last)[..., 0, :]
+    pairs = _pairs(jnp.stack([k, q], 1), k, *G, "k", precision)
+    row, column = (jnp.arange(CHUNK).reshape(shape) for shape in ((1, CHUNK, 1), (1, 1, CHUNK)))
+    strength = beta[..., None]
+    system = jnp.where(column < row, pairs[:, 0] * strength, 0)
+    scores = jnp.where(column <= row, pairs[:, 1], 0)
+    grown = _exp(G)
+    right = jnp.concatenate([k * grown, v], -1) * strength
+    last = tuple(x[:, -1:] for x in G)
+    wu = _solved(system, right, precision)
+    return wu, scores, q * grown, k * _exp(_minus(last, G)), _exp(last)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _solved(A, right, precision):
+    """(I + A)^-1 right of strictly lower triangular A `[batch, CHUNK, CHUNK]`."""
+    return jnp.matmul(_inverse(A), right, precision=precision)
+
+
+@_solved.defjvp
+def _solved_jvp(precision, primals, tangents):
+    """Its own derivative is two products; that of the inverse would be twice as many."""
+    (A, right), (dA, dright), product = (
+        primals,
+        tangents,
+        functools.partial(jnp.matmul, precision=precision),
+    )
+    inverse = _inverse(A)
+    solved = product(inverse, right)
+    return solved, product(inverse, dright - product(dA, solved))
+
+
+@jax.custom_jvp
 def _inverse(A):
-    """(I + A)^-1 of strictly lower triangular `[..., CHUNK, CHUNK]`, in float32.
+    """(I + A)^-1 of strictly lower triangular `[batch, CHUNK, CHUNK]`, in float32.
 
     It is made of blocks of 4, then by two halves each.
     A power series over all 64 would cancel; over 4 it has three terms. The halves' products are
     sums of up to 32 terms.
     """
-    lead, size = A.shape[:-2], 4
+    size, batch = 4, A.shape[0]
     block = _diagonal(A, size, 0)
-    eye = jnp.eye(size, dtype=A.dtype).reshape((1,) * (block.ndim - 2) + (size, size))
+    eye = jnp.eye(size, dtype=A.dtype)[None]
     inverse = eye - block
     for _ in range(size - 2):
         inverse = eye - _small_product(block, inverse)
     while size < CHUNK:
-        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        product = (
-            _small_product if size < BLOCK else functools.partial(jnp.matmul, precision="highest")
-        )
+        halves = inverse.reshape(-1, 2, size, size)
+        upper, lower = halves[:, 0], halves[:, 1]
+        product = _small_product if size < BLOCK else _whole_product
         corner = -product(product(lower, _diagonal(A, size, 1)), upper)
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
         inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
         size *= 2
-    return inverse.reshape(*lead, CHUNK, CHUNK)
+    return inverse.reshape(batch, CHUNK, CHUNK)
+
+
+@_inverse.defjvp
+def _inverse_jvp(primals, tangents):
+    inverse = _inverse(*primals)
+    return inverse, -_whole_product(inverse, _whole_product(tangents[0], inverse))
 
 
 def _diagonal(A, size, below):
-    """The blocks of this size on A's diagonal, `[..., CHUNK/size, size, size]`.
+    """The blocks of this size on A's diagonal, `[batch * CHUNK/size, size, size]`.
 
     With `below`, every other one of those below the diagonal.
     """
-    count = CHUNK // size
-    rows = A.reshape(*A.shape[:-2], count, size, CHUNK)
-    which = range(1, count, 2) if below else range(count)
-    return jnp.stack(
-        [rows[..., i, :, (i - below) * size : (i - below + 1) * size] for i in which], axis=-3
-    )
+    which = range(1, CHUNK // size, 2) if below else range(CHUNK // size)
+    blocks = [
+        A[:, i * size : (i + 1) * size, (i - below) * size : (i - below + 1) * size] for i in which
+    ]
+    return jnp.stack(blocks, axis=1).reshape(-1, size, size)
 
 
 def _small_product(x, y):
@@ -229,49 +276,73 @@ def _small_product(x, y):
     return (x[..., :, :, None] * y[..., None, :, :]).sum(-2)
 
 
-def _pairs(xs, k, G, precision):
-    """For each x `sum_c x_ic k_jc exp(G_ic - G_jc)`, `[..., CHUNK, CHUNK]`.
+_whole_product = functools.partial(jnp.matmul, precision="highest")
 
-    Entries above the diagonal are undefined.
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _pairs(x, k, whole, rest, apart, precision):
+    """`[batch, rows, CHUNK, CHUNK]`: `sum_c x_ic k_jc exp(G_ic - G_jc)` for several x a chunk.
+
+    Entries above the diagonal are undefined, and finite.
+
+    Args:
+      x: `[batch, rows, CHUNK, K]`. k: `[batch, CHUNK, K]`. whole, rest: G, as `_sums` gives it.
+      apart: "x" or "k", which of the two is no tangent.
     """
-    lead, early = k.shape[:-2], CHUNK - BLOCK
+    far = _pairs_across_blocks(x, k, (whole, rest), precision)
+    # The differences of a block are 16 times what they are made of. Behind a barrier of its own
+    # each sum makes them for itself; otherwise XLA writes them out for all that read them.
+    if apart == "x":
+        x, whole, rest = jax.lax.optimization_barrier((x, whole, rest))
+    else:
+        k, whole, rest = jax.lax.optimization_barrier((k, whole, rest))
+    near = _pairs_within_blocks(x, k, (whole, rest))
+    block = jnp.arange(CHUNK) // BLOCK
+    same_block = (block[:, None] == block[None])[None, None]
+    return jnp.where(same_block, jnp.tile(near, CHUNK // BLOCK), far)
+
+
+@_pairs.defjvp
+def _pairs_jvp(apart, precision, primals, tangents):
+    """A sum of two: with `x' + x G'` for x, and with `k' - k G'` for k.
+
+    So the derivative takes no difference apart, and where tokens do not decay none is at an edge.
+    """
+    x, k, whole, rest = primals
+    dx, dk, _, dG = tangents
+    by_x = _pairs(dx + x * dG[:, None], k, whole, rest, "k", precision)
+    by_k = _pairs(x, dk - k * dG, whole, rest, "x", precision)
+    return _pairs(x, k, whole, rest, apart, precision), by_x + by_k
+
+
+def _pairs_across_blocks(x, k, G, precision):
+    """`[batch, rows, CHUNK, CHUNK]`: those of different blocks; elsewhere anything finite."""
+    batch, rows, _, K = x.shape
+    early, later = CHUNK - BLOCK, CHUNK // BLOCK - 1
     # Of a later block's start: what its rows have lost since, and what the tokens before had still
     # to lose until then.
-    border = tuple(y[..., BLOCK - 1 : early : BLOCK, None, :] for y in G)
-    since = _exp(_minus(tuple(y[..., 1:, :, :] for y in map(_in_blocks, G)), border))
-    until = sum(_minus(border, tuple(y[..., None, :early, :] for y in G)))
-    # Above 0 only where the result is of no use. Not a minimum: its derivative is 1/2 at 0, where
-    # tokens that do not decay are.
-    until = k[..., None, :early, :] * jnp.exp(jnp.where(until > 0, 0, until))
-    block = jnp.arange(CHUNK) // BLOCK
-    same_block = (block[:, None] == block[None]).reshape((1,) * len(lead) + (CHUNK, CHUNK))
-    pairs = []
-    for x in xs:
-        # Behind a barrier of its own: otherwise XLA writes out what both sums read, or takes a
-        # minute to compile them.
-        near = _pairs_within_blocks(*jax.lax.optimization_barrier((x, k, G)))
-        far = jnp.einsum(
-            "...bik,...bjk->...bij",
-            _in_blocks(x)[..., 1:, :, :] * since,
-            until,
-            precision=precision,
-        )
-        far = far.reshape(*lead, early, early)
-        far = jnp.pad(far, [(0, 0)] * len(lead) + [(BLOCK, 0), (0, BLOCK)])
-        pairs.append(jnp.where(same_block, jnp.tile(near, CHUNK // BLOCK), far))
-    return pairs
+    border = tuple(y[:, BLOCK - 1 : early : BLOCK, None] for y in G)
+    since = _exp(_minus(tuple(_in_blocks(y)[:, 1:] for y in G), border))
+    until = _decay(_minus(border, tuple(y[:, None, :early] for y in G)))
+    x = jnp.moveaxis(_in_blocks(x)[:, :, 1:], 1, 2) * since[:, :, None]
+    far = jnp.einsum(
+        "bik,bjk->bij",
+        x.reshape(batch * later, rows * BLOCK, K),
+        (k[:, None, :early] * until).reshape(batch * later, early, K),
+        precision=precision,
+    )
+    far = jnp.moveaxis(far.reshape(batch, later, rows, BLOCK, early), 2, 1)
+    far = far.reshape(batch, rows, early, early)
+    return jnp.pad(far, [(0, 0), (0, 0), (BLOCK, 0), (0, BLOCK)])
 
 
 def _pairs_within_blocks(x, k, G):
-    """`[..., CHUNK, BLOCK]`: the same for i and j of one block, channel by channel."""
+    """`[batch, rows, CHUNK, BLOCK]`: the same for i and j of one block, channel by channel."""
     x, k, *G = map(_in_blocks, (x, k, *G))
-    causal = jnp.tril(jnp.ones((BLOCK, BLOCK), bool)).reshape(
-        (1,) * (k.ndim - 2) + (BLOCK, BLOCK, 1)
-    )
-    apart = sum(_minus(*(tuple(jnp.expand_dims(y, axis) for y in G) for axis in (-2, -3))))
-    decayed = k[..., None, :, :] * jnp.exp(jnp.where(causal, apart, -jnp.inf))
-    near = (x[..., :, None, :] * decayed).sum(-1)
-    return near.reshape(*near.shape[:-3], CHUNK, BLOCK)
+    apart = _minus(*(tuple(jnp.expand_dims(y, axis) for y in G) for axis in (-2, -3)))
+    decayed = k[..., None, :, :] * _decay(apart)
+    near = (x[..., None, :] * decayed[:, None]).sum(-1)
+    return near.reshape(*x.shape[:2], CHUNK, BLOCK)
 
 
 def _in_blocks(x):
@@ -294,3 +365,11 @@ def _minus(x, y):
 
 def _exp(sums):
     return jnp.exp(sums[0] + sums[1])
+
+
+def _decay(sums):
+    """exp(sums) where they are <= 0; elsewhere, where it is of no use, at most 1.
+
+    No mask: JAX would write it out in full size before the loop.
+    """
+    return jnp.exp(-jnp.abs(sums[0] + sums[1]))

@@ -162,6 +162,110 @@ def update(
     return out, state, intermediate
 
 
+def update_gradients(
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    pool,
+    slots,
+    d_out,
+    d_state,
+    *,
+    sources=None,
+    cu_seqlens=None,
+    scale=None,
+    l2norm=False,
+):
+    """The gradients of `update`: its recurrence backwards, token after token.
+
+    Args: as `update`; and the cotangents of its results, `d_out` `[B, T, HV, V]` and `d_state`
+    `[S, HV, V, K]`. A sequence's states are held, `HV * V * K * 8` bytes a token.
+
+    Returns:
+      `{name: gradient}` of q, k, v, log_decay, beta and pool, float64 in their shapes. Tokens of
+      padded sequences, or of none, have zeros.
+    """
+    tensors = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta)
+    tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
+    pool, d_out, d_state = (np.asarray(x, np.float64) for x in (pool, d_out, d_state))
+    S, slots = len(pool), np.asarray(slots).tolist()
+    sources = slots if sources is None else np.asarray(sources).tolist()
+    scale = np.shape(q)[-1] ** -0.5 if scale is None else scale
+    gradients = {name: np.zeros_like(x) for name, x in tensors.items()} | dict(pool=d_state.copy())
+    starts = []
+    for n, (slot, source) in enumerate(zip(slots, sources, strict=True)):
+        row, tokens = (n, slice(None)) if cu_seqlens is None else (0, slice(*cu_seqlens[n : n + 2]))
+        if not 0 <= slot < S or not len(d_out[row, tokens]):
+            continue
+        start = pool[source] if 0 <= source < S else np.zeros_like(pool[0])
+        own = {name: x[row, tokens] for name, x in tensors.items()}
+        by_token, by_start = _sequence_gradients(
+            own, start, d_out[row, tokens], d_state[slot], scale, l2norm
+        )
+        for name, x in by_token.items():
+            gradients[name][row, tokens] = x
+        gradients["pool"][slot] = 0.0
+        starts.append((source, by_start))
+    for source, by_start in starts:
+        if 0 <= source < S:
+            gradients["pool"][source] += by_start
+    return gradients
+
+
+def _sequence_gradients(x, state, d_out, d_state, scale, l2norm):
+    """`(gradients of x, gradient of the start)` of one sequence, all heads at once.
+
+    Args:
+      x: the tensors by name, `[T, heads, ...]`. state, d_state: `[HV, V, K]`, before the first
+        token and after the last. d_out: `[T, HV, V]`.
+    """
+    H, HV = x["q"].shape[1], x["v"].shape[1]
+    norms = {
+        name: np.sqrt((x[name] ** 2).sum(-1, keepdims=True) + 1e-6) if l2norm else 1.0
+        for name in "qk"
+    }
+    q, k = (np.repeat(x[name] / norms[name], HV // H, axis=1) for name in "qk")
+    q, v, decay, beta = q * scale, x["v"], np.exp(x["log_decay"]), x["beta"]
+    states = [state]
+    for t in range(len(v)):
+        decayed = states[-1] * decay[t][:, None]
+        missing = v[t] - _times(decayed, k[t])
+        states.append(decayed + (beta[t][:, None] * missing)[:, :, None] * k[t][:, None])
+    d = {name: np.zeros_like(y) for name, y in (x | dict(q=q, k=k)).items()}
+    d_state = np.array(d_state)
+    for t in reversed(range(len(v))):
+        decayed = states[t] * decay[t][:, None]
+        missing = v[t] - _times(decayed, k[t])
+        change = beta[t][:, None] * missing
+        # out = state q
+        d["q"][t] = _times(states[t + 1].swapaxes(1, 2), d_out[t])
+        d_state += d_out[t][:, :, None] * q[t][:, None]
+        # state = decayed + change k^T
+        d_change = _times(d_state, k[t])
+        d["k"][t] = _times(d_state.swapaxes(1, 2), change)
+        # change = beta missing, and missing = v - decayed k
+        d["beta"][t] = (d_change * missing).sum(-1)
+        d["v"][t] = d_missing = beta[t][:, None] * d_change
+        d["k"][t] -= _times(decayed.swapaxes(1, 2), d_missing)
+        d_state -= d_missing[:, :, None] * k[t][:, None]
+        # decayed = state exp(log_decay)
+        d["log_decay"][t] = (d_state * decayed).sum(1)
+        d_state *= decay[t][:, None]
+    d["q"] *= scale
+    for name in "qk":
+        of_heads = d[name].reshape(*x[name].shape[:2], HV // H, -1).sum(2)
+        unit = x[name] / norms[name]
+        along = unit * (unit * of_heads).sum(-1, keepdims=True) if l2norm else 0.0
+        d[name] = (of_heads - along) / norms[name]
+    return d, d_state
+
+
+def _times(matrices, vectors):
+    return (matrices @ vectors[..., None])[..., 0]
+
+
 def layer(params, x, conv, state, config):
     """One sequence through the layer: `(y, conv, state)`, the last two of its slot.
 

@@ -8,13 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chunks import DECAY_PATTERNS, HV, K, S, V, operands, set_decays, wanted
-from support import assert_near, assert_same_bits
+from support import ON_GPU, assert_near, assert_same_bits
 
 import kda_jax
 from kda_contracts import ContractError
-from kda_jax import prefill_xla
+from kda_jax import prefill, prefill_xla
 
 LIMIT = 1e-5  # float32 operands, relative
+
+
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch):
+    """However few the tokens are, also on a CPU."""
+    monkeypatch.setattr(prefill, "SHORT", 0)
 
 
 def check(x, limit=LIMIT, cu_seqlens=None, **options):
@@ -34,6 +40,58 @@ def check(x, limit=LIMIT, cu_seqlens=None, **options):
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 200])
 def test_dense_rows_at_the_edges_of_chunks(T, decay):
     check(operands(3, T, decay=decay))
+
+
+@pytest.mark.skipif(ON_GPU, reason="asks what a CPU does")
+def test_few_tokens_go_one_by_one_on_a_cpu(monkeypatch):
+    monkeypatch.undo()
+
+    def program(T):
+        return jax.jit(lambda x: kda_jax.chunk_kda(**x)).lower(operands(2, T)).as_text()
+
+    assert prefill.SHORT > 0
+    assert "kda_tokens_xla" in program(prefill.SHORT)
+    assert "kda_chunk_xla" in program(prefill.SHORT + 1)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 5, 5, 11, 19)])
+def test_tokens_one_by_one_are_what_chunks_are(monkeypatch, cu_seqlens):
+    """Padded slots, sources, l2norm, dtypes, a Ref, a pool that is rounded once."""
+    N = 4
+    x = operands(N if cu_seqlens is None else 1, 20, N=N, dtype="bfloat16", decay=0.3)
+    x = {name: jnp.asarray(y) for name, y in x.items()}
+    x["pool"] = x["pool"].astype(jnp.bfloat16)
+    x["slots"] = x["slots"].at[2].set(S)
+    padded = (2, slice(None)) if cu_seqlens is None else (0, slice(5, 11))
+    x["v"] = x["v"].at[padded].set(jnp.nan)
+    bounds = None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32)
+    options = dict(sources=jnp.array([1, -1, 0, x["slots"][3]]), cu_seqlens=bounds)
+    options |= dict(use_qk_l2norm_in_kernel=True, scale=0.3, out_dtype=jnp.float32)
+    wanted_out, wanted_state = kda_jax.chunk_kda(**x, **options)
+    monkeypatch.undo()
+    out, state = kda_jax.chunk_kda(**x, **options)
+    assert_near(out, wanted_out, LIMIT)
+    assert_same_bits(np.asarray(out)[padded], np.zeros_like(np.asarray(out)[padded]))
+    assert state.dtype == jnp.bfloat16
+    near = np.mean(np.asarray(state) != np.asarray(wanted_state))
+    assert near < 0.01  # rounded after every token, a tenth would be others
+    ref = jax.new_ref(x["pool"].copy())
+    ref_out, none = kda_jax.chunk_kda(**x | dict(pool=ref), **options)
+    assert none is None
+    assert_same_bits(ref_out, out)
+    assert_same_bits(ref[...], state)
+
+    def gradients():
+        def loss(tensors):
+            out, state = kda_jax.chunk_kda(**x | tensors, **options)
+            return (out**2).sum() + (state.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss)({name: x[name] for name in ("q", "k", "v", "log_decay", "beta")})
+
+    got = gradients()
+    monkeypatch.setattr(prefill, "SHORT", 0)
+    for name, expected in gradients().items():
+        assert_near(got[name].astype(jnp.float32), expected.astype(jnp.float32), 1e-2)
 
 
 def test_sequences_end_to_end_with_empty_ones():

@@ -24,6 +24,7 @@ import memcheck
 import prefill_times
 import run_all
 import stacked_pools
+import train
 import tuning
 import update_times
 
@@ -118,7 +119,7 @@ def test_the_update_is_not_timed_with_a_wrong_answer(what):
 
 
 @pytest.mark.skipif(ON_GPU, reason="asks what a CPU says")
-@pytest.mark.parametrize("script", [layer_decode, prefill_times, update_times])
+@pytest.mark.parametrize("script", [layer_decode, prefill_times, train, update_times])
 def test_without_a_gpu_only_a_toy_is_timed(script):
     with pytest.raises(ValueError, match="on a GPU only"):
         script.main([])
@@ -141,6 +142,39 @@ def test_a_toy_run(script, arguments, times):
     assert results["rows"]
     for row in results["rows"]:
         assert all(row[name] > 0 for name in times)
+
+
+@pytest.mark.slow
+def test_a_toy_run_of_training_names_the_peers_that_are_not_here(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("No module named 'jla'")
+
+    monkeypatch.setattr(train, "jla_op", missing)
+    monkeypatch.setattr(train, "is_right", lambda *operands: True)  # the next test's
+    results = train.main(["--toy", "--only", "xla,jla", "--lengths", "2x35", "--tokens", "70"])
+    assert results["finished"]
+    assert "No module named 'jla'" in results["absent"]["jla"]
+    (row,) = results["rows"]
+    assert (row["op"], row["length"]) == ("xla", "2x35")
+    assert min(row["compile_s"], row["step_ms"], row["temporary_bytes"]) > 0
+
+
+@pytest.mark.slow
+def test_training_is_not_timed_with_a_wrong_gradient():
+    step = train.in_jax(functools.partial(train.chunk_kda, implementation="xla"))
+
+    def wrong(*operands, l2norm):
+        out, gradients = step(*operands, l2norm=l2norm)
+        return out, gradients | dict(log_decay=gradients["log_decay"] * 1.03)
+
+    absent = {}
+    assert not train.is_right("jla", wrong, 66, 1, absent)
+    assert "gradient of log_decay: wrong answer" in absent["jla"]
+    with pytest.raises(SystemExit, match="gradient of log_decay: wrong answer"):
+        train.is_right("xla", wrong, 66, 1, {})
+    (row,) = train.errors(["random keys"], {"jla": wrong}, 66, 1)
+    assert row["jla"]["log_decay"] == pytest.approx(0.03, abs=2e-3)
+    assert row["jla"]["beta"] < 5e-3
 
 
 @pytest.mark.slow
