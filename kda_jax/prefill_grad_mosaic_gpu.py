@@ -70,12 +70,18 @@ def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
     d_after = jnp.swapaxes(d_after, 2, 3)
     if not plan.dense:
         d_after = jnp.pad(d_after, [(1, 1)] + [(0, 0)] * 3)
-    falls, d_states, d_start = _walk_back(
+    *falls, d_states, d_start = _walk_back(
         *kept[:5], *unfused((d_out, d_after, plan.chunks)), sizes=sizes
     )
     factors = betas(beta, plan, True)
     d_scores, d_keys, d_v, d_beta = _share(
-        d_out, kept.changes, falls, kept.inverse, *unfused((factors,)), sizes=sizes
+        d_out,
+        kept.changes,
+        kept.changes_low,
+        *falls,
+        kept.inverse,
+        *unfused((factors,)),
+        sizes=sizes,
     )
     operands = (in_chunks(x, plan) for x in (queries.astype(NARROW), keys.astype(NARROW)))
     decay = in_chunks(in_log2(log_decay), plan)
@@ -104,10 +110,11 @@ def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
 
 
 def _walk_back(w, scores, q, k, last, d_out, d_after, chunks, *, sizes):
-    """`(falls, d_states, d_start)`.
+    """`(falls, falls_low, d_states, d_start)`.
 
     Returns:
-      falls: `[n, lanes, HV, CHUNK, V]`, -dnew. d_states: `[n, lanes, HV, K, V]`, of the state
+      falls: `[n, lanes, HV, CHUNK, V]`, -dnew; falls_low: what bfloat16 leaves of it.
+      d_states: `[n, lanes, HV, K, V]`, of the state
         behind a chunk. d_start: `[sequences, HV, K, V]` float32.
     """
     HV, K, V = sizes.HV, sizes.K, sizes.V
@@ -116,6 +123,7 @@ def _walk_back(w, scores, q, k, last, d_out, d_after, chunks, *, sizes):
     operands |= dict(d_after=d_after, chunks=chunks)
     results = dict(
         falls=jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW),
+        falls_low=jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW),
         d_states=jax.ShapeDtypeStruct((*each, K, V), NARROW),
         d_start=jax.ShapeDtypeStruct((sequences, HV, K, V), jnp.float32),
     )
@@ -128,6 +136,7 @@ def _walk_back(w, scores, q, k, last, d_out, d_after, chunks, *, sizes):
         last_s=plgpu.SMEM((STAGES, K), jnp.float32),
         state_s=plgpu.SMEM((K, TILE), NARROW),
         fall_s=plgpu.SMEM((CHUNK, TILE), NARROW),
+        low_s=plgpu.SMEM((CHUNK, TILE), NARROW),
         loaded=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
         used=plgpu.Barrier(num_barriers=STAGES),
     )
@@ -167,7 +176,7 @@ def _walk_back_body(refs, *, HV, tiles):
 
     def retreat(step, state):
         chunk, stage = first + steps - 1 - step, lax.rem(step, jnp.int32(STAGES))
-        state_s, fall_s = refs["state_s"], refs["fall_s"]
+        state_s, fall_s, low_s = (refs[name] for name in ("state_s", "fall_s", "low_s"))
         w_s, q_s, k_s, d_out_s, scores_s, last_s = (
             refs[name + "_s"].at[stage] for name in ("w", "q", "k", "d_out", "scores", "last")
         )
@@ -179,9 +188,11 @@ def _walk_back_body(refs, *, HV, tiles):
         plgpu.copy_smem_to_gmem(state_s, refs["d_states"].at[chunk, lane, head, :, columns])
         (rise,) = products((scores_s.transpose((1, 0)), d_out_s, zeros(TILE)))
         (rise,) = products((k_s, state_s, rise))
-        fall_s[...] = (-rise).astype(NARROW)
+        fall = (-rise).astype(NARROW)
+        fall_s[...], low_s[...] = fall, (-rise - fall.astype(jnp.float32)).astype(NARROW)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(fall_s, refs["falls"].at[chunk, lane, head, :, columns])
+        for name, ref in dict(falls=fall_s, falls_low=low_s).items():
+            plgpu.copy_smem_to_gmem(ref, refs[name].at[chunk, lane, head, :, columns])
         state = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
         (state,) = products((q_s.transpose((1, 0)), d_out_s, state))
         (state,) = products((w_s.transpose((1, 0)), fall_s, state))
@@ -199,7 +210,7 @@ def _walk_back_body(refs, *, HV, tiles):
     pl.when(walking)(walk)
 
 
-def _share(d_out, changes, falls, inverse, beta, *, sizes):
+def _share(d_out, changes, changes_low, falls, falls_low, inverse, beta, *, sizes):
     """`(d_scores, d_keys, d_v, d_beta)` of every chunk.
 
     Returns:
@@ -208,7 +219,8 @@ def _share(d_out, changes, falls, inverse, beta, *, sizes):
       d_v: `[n, lanes, HV, CHUNK, V]`. d_beta: `[n, lanes, HV, CHUNK]` float32.
     """
     V, each = sizes.V, inverse.shape[:3]
-    operands = dict(d_out=d_out, changes=changes, falls=falls, inverse=inverse, beta=beta)
+    operands = dict(d_out=d_out, changes=changes, changes_low=changes_low, falls=falls)
+    operands |= dict(falls_low=falls_low, inverse=inverse, beta=beta)
     results = dict(
         d_scores=jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), NARROW),
         d_keys=jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), NARROW),
@@ -218,10 +230,12 @@ def _share(d_out, changes, falls, inverse, beta, *, sizes):
     scratch = dict(
         d_out_s=shared(CHUNK, V),
         changes_s=shared(CHUNK, V),
+        changes_low_s=shared(CHUNK, V),
         falls_s=shared(CHUNK, V),
+        falls_low_s=shared(CHUNK, V),
         inverse_s=shared(CHUNK, CHUNK),
         square_s=shared(CHUNK, CHUNK),
-        loaded=plgpu.Barrier(num_arrivals=4),
+        loaded=plgpu.Barrier(num_arrivals=6),
     )
     lanes, HV = each[1:]
 
@@ -238,14 +252,19 @@ def _share_body(refs, *, lanes, HV, V):
     d_out_s, changes_s, falls_s, inverse_s, square_s = (
         refs[name + "_s"] for name in ("d_out", "changes", "falls", "inverse", "square")
     )
-    for name in ("d_out", "changes", "falls", "inverse"):
+    for name in ("d_out", "changes", "changes_low", "falls", "falls_low", "inverse"):
         source = refs[name].at[chunk, lane, head]
         plgpu.copy_gmem_to_smem(source, refs[name + "_s"], refs["loaded"])
     beta = load(refs["beta"].at[chunk, lane, head], LAYOUT.reduce(1))
     row, col = iota(0, CHUNK), iota(1, CHUNK)
     plgpu.barrier_wait(refs["loaded"])
-    (e,) = products((inverse_s.transpose((1, 0)), falls_s, zeros(V)))  # its negative
-    d_beta = -(e * load(changes_s).astype(jnp.float32)).sum(1) / beta
+    # Its negative. Here the changes and their derivatives have 16 bits: 8 make twice the error.
+    backwards = inverse_s.transpose((1, 0))
+    (e,) = products((backwards, falls_s, zeros(V)))
+    (e,) = products((backwards, refs["falls_low_s"], e))
+    d_beta = (e * load(changes_s).astype(jnp.float32)).sum(1)
+    d_beta = d_beta + (e * load(refs["changes_low_s"]).astype(jnp.float32)).sum(1)
+    d_beta = -d_beta / beta
     to_memory(refs["d_beta"].at[chunk, lane, head], d_beta)
     plgpu.commit_smem()  # all warps have read falls_s and inverse_s
     d_v_s = falls_s

@@ -69,7 +69,8 @@ class Kept(NamedTuple):
     last: jax.Array  # [.., K] float32, exp(G_last)
     inverse: jax.Array  # [.., CHUNK, CHUNK], of the system before beta
     states: jax.Array  # [.., K, V], before the chunk
-    changes: jax.Array  # [.., CHUNK, V], new = u - w S^T
+    changes: jax.Array  # [.., CHUNK, V], new = u - w S^T,
+    changes_low: jax.Array  # and what bfloat16 leaves of it
 
 
 def unsupported(sizes: Sizes, dtypes) -> str | None:
@@ -153,6 +154,8 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, 
     }
     results["last_out"] = jax.ShapeDtypeStruct((n, lanes, HV, K), jnp.float32)
     if keep:
+        # Not rounded: with the changes it makes half of the error of beta's derivative.
+        results["u_out"] = jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, V), jnp.float32)
         results["inverse_out"] = jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, CHUNK), NARROW)
     scratch = dict(
         q_s=shared(CHUNK, K),
@@ -280,7 +283,10 @@ def _make_body(refs, *, sizes, maths):
     keys_s[...], v_s[...], square_s[...] = (x.astype(NARROW) for x in (w, u, scores))
     plgpu.commit_smem()
     for name, ref in dict(w=keys_s, u=v_s, scores=square_s, q=q_s, k=k_s).items():
-        plgpu.copy_smem_to_gmem(ref, refs[name + "_out"].at[chunk, lane, head])
+        if refs[name + "_out"].dtype == NARROW:
+            plgpu.copy_smem_to_gmem(ref, refs[name + "_out"].at[chunk, lane, head])
+    if "inverse_out" in refs:
+        to_memory(refs["u_out"].at[chunk, lane, head], u)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -289,8 +295,8 @@ def _walk_chunks(
 ):
     """`(out [B, length, HV, V], after [sequences, HV, K, V])`.
 
-    With `keep` also the states before each chunk, `[n, lanes, HV, K, V]`, and the changes `new`,
-    `[n, lanes, HV, CHUNK, V]`.
+    With `keep` also the states before each chunk, `[n, lanes, HV, K, V]`, the changes `new`,
+    `[n, lanes, HV, CHUNK, V]`, and what bfloat16 leaves of them.
     """
     HV, K, V = sizes.HV, sizes.K, sizes.V
     sequences, each = start.shape[0], (*begin.shape, HV)
@@ -302,16 +308,18 @@ def _walk_chunks(
     )
     if keep:
         results["states"] = jax.ShapeDtypeStruct((*each, K, V), NARROW)
-        results["changes"] = jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW)
+        for name in ("changes", "changes_low"):
+            results[name] = jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW)
     scratch = dict(
         w_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
         q_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
         k_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
-        u_s=plgpu.SMEM((STAGES, CHUNK, TILE), NARROW),
+        u_s=plgpu.SMEM((STAGES, CHUNK, TILE), u.dtype),
         scores_s=plgpu.SMEM((STAGES, CHUNK, CHUNK), NARROW),
         last_s=plgpu.SMEM((STAGES, K), jnp.float32),
         state_s=plgpu.SMEM((K, TILE), NARROW),
         new_s=plgpu.SMEM((CHUNK, TILE), NARROW),
+        low_s=plgpu.SMEM((CHUNK, TILE), NARROW),
         out_s=plgpu.SMEM((CHUNK, TILE), out_dtype, transforms=()),
         rows_s=plgpu.SMEM(
             (CHUNK, ROW_BYTES // jnp.dtype(out_dtype).itemsize), out_dtype, transforms=()
@@ -381,10 +389,14 @@ def _walk(refs, sequence, lane, head, columns, first, steps):
         if keep:
             plgpu.copy_smem_to_gmem(state_s, refs["states"].at[chunk, lane, head, :, columns])
         erased, shown = products((w_s, state_s, zeros(TILE)), (q_s, state_s, zeros(TILE)))
-        new_s[...] = (load(u_s).astype(jnp.float32) - erased).astype(NARROW)
+        new = load(u_s).astype(jnp.float32) - erased
+        new_s[...] = new.astype(NARROW)
+        if keep:
+            refs["low_s"][...] = (new - new.astype(NARROW).astype(jnp.float32)).astype(NARROW)
         plgpu.commit_smem()
         if keep:
-            plgpu.copy_smem_to_gmem(new_s, refs["changes"].at[chunk, lane, head, :, columns])
+            for name, ref in dict(changes=new_s, changes_low=refs["low_s"]).items():
+                plgpu.copy_smem_to_gmem(ref, refs[name].at[chunk, lane, head, :, columns])
         kept = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
         state, shown = products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
         plgpu.barrier_arrive(refs["used"].at[stage])
