@@ -150,11 +150,12 @@ def test_gradients_under_vmap_and_of_vmap(cu_seqlens):
 # More chunks than one turn of the loop has; borders in one turn, at its end, and over two.
 TURN = prefill_xla.GROUP * prefill_xla.CHUNK
 LONG = {
-    "rows": (TURN + 70, None),
     "packed": (TURN + 200, (0, 130, TURN - 64, TURN + 200)),
+    "rows": (TURN + 70, None),
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 def test_values_and_gradients_over_several_turns(kind):
