@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from kda_contracts import CHUNK_KDA
@@ -14,6 +15,7 @@ from kda_jax.transforms import with_transforms_of
 # Up to so many tokens a CPU takes them one by one. Two cores, 32 tokens, ms forward / gradient, one
 # by one and in a chunk: 6 / 56 and 17 / 141 (B 64, H 2, K 32); 9 / 159 and 21 / 153 (1, 32, 128).
 SHORT = 32
+STATES = ("states", "changes", "changes_low")  # of what the kernels keep: "kda_states"
 
 
 def chunk_kda(
@@ -33,6 +35,8 @@ def chunk_kda(
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """The recurrence of `recurrent_kda` over long sequences, in chunks. It differentiates.
+
+    In XLA in every mode; the kernels in reverse mode, by kernels too.
 
     Dense: B = N sequences of T tokens. With `cu_seqlens`: B = 1, and N sequences of unequal length
     lie end to end along T; none is padded to the longest. An empty sequence reads and writes
@@ -57,10 +61,12 @@ def chunk_kda(
       out_dtype: dtype of `out`; None is that of `v`.
       implementation: "auto", "mosaic_gpu" or "xla". "auto" takes the kernels on a GPU of compute
         capability 9.0 where q, k and v are bfloat16, K is 64 or 128, and V a multiple of 64 up to
-        256; else XLA. Derivatives, and what `vmap` maps, are XLA's in any case. Name "xla" where no
-        kernel can be: in a program for several platforms or for a CPU beside that GPU, and in one
-        that the partitioner cuts (inside `jax.shard_map` the kernels run). Where the default
-        backend is a CPU, XLA takes up to 32 tokens one by one, as `recurrent_kda` does.
+        256; else XLA. What `vmap` maps is XLA's in any case, but for a derivative under it: a loop
+        of kernels. Name "xla" for forward mode (`jax.jvp`) and derivatives of derivatives, which
+        the kernels do not have, and where no kernel can be: in a program for several platforms or
+        for a CPU beside that GPU, and in one that the partitioner cuts (inside `jax.shard_map` the
+        kernels run). Where the default backend is a CPU, XLA takes up to 32 tokens one by one, as
+        `recurrent_kda` does.
 
     Returns:
       out: `[B, T, HV, V]`.
@@ -72,10 +78,14 @@ def chunk_kda(
       Memory is linear in T. A value that is not finite poisons its chunk of 64 tokens, those before
       it too. float32 operands are multiplied in full float32; narrower ones with a GPU's default
       for float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32,
-      and round log decays to float16 (weaker than 2e-8 a token: to 0).
+      and round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps
+      what `jax.checkpoint` may recompute, for a token and head with K = V = 128: 0.9 kB under the
+      name "kda_chunks", 1 kB under "kda_states" (`jax.ad_checkpoint.checkpoint_name`). A beta of 0
+      has its derivative to within 2**-100.
 
     Raises:
-      ContractError, TypeError, NotImplementedError: as `packed_decode`.
+      ContractError, TypeError, NotImplementedError: as `packed_decode`. TypeError: JAX's own, of a
+      `custom_vjp`, for the kernels in forward mode.
 
     Source: the chunked form of the Kimi Linear paper; FLA's `chunk_kda`, with V before K in the
     state.
@@ -171,11 +181,20 @@ def _in_kernels(operands, *, static):
         )
         return (*found, None, *(None for _ in bounds))
 
+    def named(saved):
+        x, others, kept = saved
+        kept = {
+            name: checkpoint_name(y, "kda_states" if name in STATES else "kda_chunks")
+            for name, y in kept._asdict().items()
+        }
+        return x, others, prefill_mosaic_gpu.Kept(**kept)
+
     run = with_transforms_of(
         of(prefill_xla.chunks_and_states),
         of(prefill_mosaic_gpu.chunks_and_states),
         keeping,
         gradients,
+        named,
     )
     return _over_pool(operands, static, lambda *x, static: run(*x[:-1], *bounds))
 

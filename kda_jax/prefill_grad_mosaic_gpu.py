@@ -65,7 +65,8 @@ def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
             q, k = (x * gates.inverse_norm((x * x).sum(-1, keepdims=True)) for x in (q, k))
         return q * jnp.float32(static.maths.scale), k
 
-    (queries, keys), back_to_q_and_k = jax.vjp(scaled, q, k)
+    scaled_q_and_k, back_to_q_and_k = jax.vjp(scaled, *(in_chunks(x, plan) for x in (q, k)))
+    queries, keys = (x.astype(NARROW) for x in scaled_q_and_k)
     d_out = in_chunks(d_out.astype(NARROW), plan)
     d_after = jnp.swapaxes(d_after, 2, 3)
     if not plan.dense:
@@ -83,19 +84,19 @@ def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
         *unfused((factors,)),
         sizes=sizes,
     )
-    operands = (in_chunks(x, plan) for x in (queries.astype(NARROW), keys.astype(NARROW)))
     decay = in_chunks(in_log2(log_decay), plan)
     d_q, d_k, d_decay = _spread(
-        *unfused((*operands, decay)), d_scores, d_keys, d_out, kept.changes, d_v,
+        *unfused((queries, keys, decay)), d_scores, d_keys, d_out, kept.changes, d_v,
         kept.states, d_states, kept.last, sizes=sizes,
     )  # fmt: skip
     d_q, d_k, d_v, d_decay, d_beta, d_start = unfused((d_q, d_k, d_v, d_decay, d_beta, d_start))
 
     def of_heads(x):  # a key head serves HV / H value heads
-        x = out_of_chunks(x, plan, sizes.T)
-        return x.reshape(*x.shape[:2], sizes.H, sizes.HV // sizes.H, sizes.K).sum(3)
+        return x.reshape(*x.shape[:2], sizes.H, sizes.HV // sizes.H, *x.shape[3:]).sum(3)
 
-    d_q, d_k = back_to_q_and_k((of_heads(d_q), of_heads(d_k)))
+    d_q, d_k = (
+        out_of_chunks(x, plan, sizes.T) for x in back_to_q_and_k((of_heads(d_q), of_heads(d_k)))
+    )
     d_start = jnp.swapaxes(d_start if plan.dense else d_start[1:-1], 2, 3)
     others = (d_v, d_decay, d_beta[..., None])
     d_v, d_decay, d_beta = (out_of_chunks(x, plan, sizes.T) for x in others)
@@ -215,7 +216,7 @@ def _share(d_out, changes, changes_low, falls, falls_low, inverse, beta, *, size
 
     Returns:
       d_scores: `[n, lanes, HV, CHUNK, CHUNK]`, those of q k^T, of tokens i >= j at [i, j], and
-        mirrored above the diagonal. d_keys: alike of k k^T, without the diagonal.
+        mirrored above the diagonal. d_keys: alike of k k^T; the diagonal is not read.
       d_v: `[n, lanes, HV, CHUNK, V]`. d_beta: `[n, lanes, HV, CHUNK]` float32.
     """
     V, each = sizes.V, inverse.shape[:3]
@@ -278,7 +279,7 @@ def _share_body(refs, *, lanes, HV, V):
     below, above = products(
         (d_v_s, changed, zeros(CHUNK)), (changes_s, d_v_s.transpose((1, 0)), zeros(CHUNK))
     )
-    inverse_s[...] = jnp.where(row == col, 0.0, -jnp.where(row > col, below, above)).astype(NARROW)
+    inverse_s[...] = (-jnp.where(row > col, below, above)).astype(NARROW)
     plgpu.commit_smem()
     for name, ref in dict(d_scores=square_s, d_keys=inverse_s, d_v=d_v_s).items():
         plgpu.copy_smem_to_gmem(ref, refs[name].at[chunk, lane, head])

@@ -102,12 +102,13 @@ def _refuse_vmap(axis_size, mapped, ref, *operands):
     )
 
 
-def with_transforms_of(plain, kernel, keeping, gradients):
+def with_transforms_of(plain, kernel, keeping, gradients, named=lambda kept: kept):
     """`kernel` of arrays, with a derivative of its own and with `plain` under vmap.
 
     plain: the same in XLA. keeping: `(results, kept)`, the results again and what the derivative
     needs. gradients: `(kept, cotangents)` to those of all operands, None for integers. Under vmap
-    the last two are a loop. Forward mode is refused, by JAX.
+    the last two are a loop. named: gives what is kept the names that `jax.checkpoint` goes by.
+    Forward mode is refused, by JAX.
     """
     batched = jax.custom_batching.custom_vmap(kernel)
 
@@ -117,8 +118,14 @@ def with_transforms_of(plain, kernel, keeping, gradients):
         results = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*operands)
         return results, jax.tree.map(lambda _: True, results)
 
+    looped = loop_over_mapped(keeping)
+
+    def forward(*operands):
+        results, kept = looped(*operands)
+        return results, named(kept)  # here, where jax.checkpoint sees it
+
     differentiable = jax.custom_vjp(lambda *operands: batched(*operands))
-    differentiable.defvjp(loop_over_mapped(keeping), loop_over_mapped(gradients))
+    differentiable.defvjp(forward, loop_over_mapped(gradients))
     return differentiable
 
 

@@ -1,8 +1,14 @@
 """Operands of chunk_kda, what it should return, and cases for its gradients."""
 
+import contextlib
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from support import ON_GPU, running
 
+from kda_jax import prefill_grad_mosaic_gpu, prefill_mosaic_gpu
 from kda_jax.tools import oracle
 
 H, HV, K, V, S = 2, 4, 32, 24, 6
@@ -113,3 +119,29 @@ GRADIENT_CASES = {
     "equal keys": _equal_keys,
     "packed borders": lambda x, rng: None,
 }
+
+
+@contextlib.contextmanager
+def kernels_here():
+    """Where the prefill kernels run here: on a CPU in Pallas's interpreter, their products in XLA.
+
+    The interpreter has no wgmma of registers. Gives what stands in for them, None on a GPU.
+    """
+    if ON_GPU:
+        yield None
+        return
+
+    def value(x):
+        is_array = isinstance(x, jax.Array) and not hasattr(jax.typeof(x), "inner_aval")
+        return x if is_array else x[...]
+
+    def products(*operands):
+        return [
+            onto + jnp.dot(value(a), value(b), preferred_element_type=jnp.float32)
+            for a, b, onto in operands
+        ]
+
+    with pytest.MonkeyPatch.context() as patch, running("mosaic_gpu"):
+        for module in (prefill_mosaic_gpu, prefill_grad_mosaic_gpu):
+            patch.setattr(module, "products", products)
+        yield products
