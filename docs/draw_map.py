@@ -25,14 +25,22 @@ FLOORS = {
         5: (
             "implementations",
             "by operator and implementation",
-            "decode_xla decode_mosaic_gpu decode_triton prefill_xla prefill_mosaic_gpu conv norm "
-            "checkpoint",
+            "decode_xla decode_mosaic_gpu decode_triton prefill_xla prefill_mosaic_gpu "
+            "prefill_grad_mosaic_gpu conv norm checkpoint",
         ),
-        4: ("a kernel; files", "their users are above", "decode_mosaic_gpu_kernel stored"),
+        4: (
+            "a kernel; chunks; files",
+            "their users are above",
+            "decode_mosaic_gpu_kernel prefill_plan stored",
+        ),
         3: ("what they share", "gates, slots, weights", "gates slots sequences layouts weights"),
         2: ("a call", "Operands, Static", "call"),
         1: ("the pool", "as XLA reads and writes it", "pools"),
-        0: ("JAX, Mosaic, Triton", "no word of a call", "transforms mosaic decode_triton_kernel"),
+        0: (
+            "JAX, Mosaic, Triton",
+            "no word of a call",
+            "transforms mosaic wgmma decode_triton_kernel",
+        ),
     },
     "kda_contracts": {
         8: ("python -m", "", "__main__"),

@@ -17,6 +17,8 @@ and its block's middle, so their part of its derivative is a product of the same
 ones, transposed: nothing is subtracted, where a running sum of q dq - k dk would cancel.
 
 What masks rows and what lies in chunks is done in XLA, before and behind (`prefill_plan.py`).
+
+Over 350 lines, since the three kernels are one algorithm.
 """
 
 import jax
@@ -71,24 +73,21 @@ def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
     d_after = jnp.swapaxes(d_after, 2, 3)
     if not plan.dense:
         d_after = jnp.pad(d_after, [(1, 1)] + [(0, 0)] * 3)
-    *falls, d_states, d_start = _walk_back(
-        *kept[:5], *unfused((d_out, d_after, plan.chunks)), sizes=sizes
+    d_out, d_after, chunks = unfused((d_out, d_after, plan.chunks))
+    falls, falls_low, d_states, d_start = _walk_back(
+        kept.w, kept.scores, kept.q, kept.k, kept.last, d_out, d_after, chunks, sizes=sizes
     )
-    factors = betas(beta, plan, True)
+    factors, queries, keys, decay = unfused(
+        (betas(beta, plan, True), queries, keys, in_chunks(in_log2(log_decay), plan))
+    )
+    changes = kept.changes, kept.changes_low
     d_scores, d_keys, d_v, d_beta = _share(
-        d_out,
-        kept.changes,
-        kept.changes_low,
-        *falls,
-        kept.inverse,
-        *unfused((factors,)),
-        sizes=sizes,
+        d_out, *changes, falls, falls_low, kept.inverse, factors, sizes=sizes
     )
-    decay = in_chunks(in_log2(log_decay), plan)
+    of_pairs, of_states = (d_scores, d_keys), (kept.states, d_states, kept.last)
     d_q, d_k, d_decay = _spread(
-        *unfused((queries, keys, decay)), d_scores, d_keys, d_out, kept.changes, d_v,
-        kept.states, d_states, kept.last, sizes=sizes,
-    )  # fmt: skip
+        queries, keys, decay, *of_pairs, d_out, kept.changes, d_v, *of_states, sizes=sizes
+    )
     d_q, d_k, d_v, d_decay, d_beta, d_start = unfused((d_q, d_k, d_v, d_decay, d_beta, d_start))
 
     def of_heads(x):  # a key head serves HV / H value heads
@@ -115,8 +114,8 @@ def _walk_back(w, scores, q, k, last, d_out, d_after, chunks, *, sizes):
 
     Returns:
       falls: `[n, lanes, HV, CHUNK, V]`, -dnew; falls_low: what bfloat16 leaves of it.
-      d_states: `[n, lanes, HV, K, V]`, of the state
-        behind a chunk. d_start: `[sequences, HV, K, V]` float32.
+      d_states: `[n, lanes, HV, K, V]`, of the state behind a chunk.
+      d_start: `[sequences, HV, K, V]` float32.
     """
     HV, K, V = sizes.HV, sizes.K, sizes.V
     sequences, each = d_after.shape[0], w.shape[:3]

@@ -78,7 +78,7 @@ def test_in_the_interpreter_they_meet_float64(case):
 @pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("of_vmap", [False, True])
-def test_gradients_under_vmap_and_of_vmap(of_vmap):
+def test_the_kernels_gradients_under_vmap_and_of_vmap(of_vmap):
     x = {n: jnp.asarray(y) for n, y in operands(1, 20, dtype="bfloat16", **SMALL).items()}
     slots = x.pop("slots")
 
@@ -125,7 +125,7 @@ def gradient(loss):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_they_lower_for_cuda(sizes):
+def test_the_derivatives_kernels_lower_for_cuda(sizes):
     text = lowered(gradient, **sizes)
     for name in (*KERNELS, "kda_prefill_chunks", "kda_prefill_states"):
         assert name in text
@@ -281,11 +281,11 @@ def error_of(module):
 @pytest.mark.sampled(20)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_caught(name):
+def test_a_mutant_of_the_derivative_is_caught(name):
     error = error_of(mutant(*MUTANTS[name]))
     assert not error <= 2 * LIMIT
 
 
 @pytest.mark.long
-def test_an_unchanged_copy_passes():
+def test_an_unchanged_derivative_passes():
     assert error_of(mutant("CHANNELS = 64", "CHANNELS = 64")) <= LIMIT
