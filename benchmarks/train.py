@@ -43,7 +43,7 @@ TENSORS = ("q", "k", "v", "log_decay", "beta")
 
 
 def in_jax(function):
-    """A step `(out, gradients)` of `function(tensors, start, cu_seqlens, l2norm)`, to be jitted.
+    """A jitted step `(out, gradients)` of `function(tensors, start, cu_seqlens, l2norm)`.
 
     Where start is not None, final states have a cotangent, and it has a gradient.
     """
@@ -57,7 +57,7 @@ def in_jax(function):
         by_tensors, by_start = backward((d_out, d_final))
         return out, by_tensors if start is None else by_tensors | dict(start=by_start)
 
-    return step
+    return jax.jit(step, static_argnames="l2norm")
 
 
 def chunk_kda(tensors, start, cu_seqlens, l2norm, *, implementation):
@@ -193,7 +193,7 @@ def run(name, step, given):
         out, gradients = step(*arrays, l2norm=l2norm)
     else:
         arrays = jax.tree.map(jnp.asarray, arrays)
-        out, gradients = jax.jit(step, static_argnames="l2norm")(*arrays, l2norm=l2norm)
+        out, gradients = step(*arrays, l2norm=l2norm)
     return on_host(out), {name: on_host(x) for name, x in gradients.items()}
 
 
@@ -258,7 +258,7 @@ def measure_in_jax(step, length, H):
     tensors, bounds = timed_operands(length, H)
     given = (tensors, None, tensors["v"], None, None if bounds is None else jnp.asarray(bounds))
     begun = time.perf_counter()
-    compiled = jax.jit(functools.partial(step, l2norm=True)).lower(*given).compile()
+    compiled = step.lower(*given, l2norm=True).compile()
     row: dict[str, Any] = {"compile_s": time.perf_counter() - begun}
     memory: Any = compiled.memory_analysis()
     row["temporary_bytes"] = memory.temp_size_in_bytes
