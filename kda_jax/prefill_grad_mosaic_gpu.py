@@ -91,20 +91,20 @@ def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
     d_q, d_k, d_v, d_decay, d_beta, d_start = unfused((d_q, d_k, d_v, d_decay, d_beta, d_start))
 
     def of_heads(x):  # a key head serves HV / H value heads
-        return x.reshape(*x.shape[:2], sizes.H, sizes.HV // sizes.H, *x.shape[3:]).sum(3)
+        return x.reshape(*x.shape[:3], sizes.H, sizes.HV // sizes.H, sizes.K).sum(4)
 
     d_q, d_k = (
         out_of_chunks(x, plan, sizes.T) for x in back_to_q_and_k((of_heads(d_q), of_heads(d_k)))
     )
     d_start = jnp.swapaxes(d_start if plan.dense else d_start[1:-1], 2, 3)
-    others = (d_v, d_decay, d_beta[..., None])
+    others = (d_v, d_decay, d_beta.transpose(1, 0, 3, 2))
     d_v, d_decay, d_beta = (out_of_chunks(x, plan, sizes.T) for x in others)
     return (
         d_q,
         d_k,
         d_v.astype(v.dtype),
         d_decay.astype(log_decay.dtype),
-        d_beta[..., 0].astype(beta.dtype),
+        d_beta.astype(beta.dtype),
         d_start,
     )
 
@@ -170,8 +170,11 @@ def _walk_back_body(refs, *, HV, tiles):
         chunk, stage = first + steps - 1 - step, lax.rem(step, jnp.int32(STAGES))
         pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
         for name in ("w", "q", "k", "d_out", "scores", "last"):
-            source = refs[name].at[chunk, lane, head]
-            source = source.at[:, columns] if name == "d_out" else source
+            source = refs[name]
+            if name == "d_out":
+                source = source.at[lane, chunk, :, head, columns]
+            else:
+                source = source.at[chunk, lane, head]
             plgpu.copy_gmem_to_smem(source, refs[name + "_s"].at[stage], loaded.at[stage])
 
     def retreat(step, state):
@@ -216,7 +219,7 @@ def _share(d_out, changes, changes_low, falls, falls_low, inverse, beta, *, size
     Returns:
       d_scores: `[n, lanes, HV, CHUNK, CHUNK]`, those of q k^T, of tokens i >= j at [i, j], and
         mirrored above the diagonal. d_keys: alike of k k^T; the diagonal is not read.
-      d_v: `[n, lanes, HV, CHUNK, V]`. d_beta: `[n, lanes, HV, CHUNK]` float32.
+      d_v: `[lanes, n, CHUNK, HV, V]`. d_beta: `[n, lanes, HV, CHUNK]` float32.
     """
     V, each = sizes.V, inverse.shape[:3]
     operands = dict(d_out=d_out, changes=changes, changes_low=changes_low, falls=falls)
@@ -224,7 +227,7 @@ def _share(d_out, changes, changes_low, falls, falls_low, inverse, beta, *, size
     results = dict(
         d_scores=jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), NARROW),
         d_keys=jax.ShapeDtypeStruct((*each, CHUNK, CHUNK), NARROW),
-        d_v=jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW),
+        d_v=jax.ShapeDtypeStruct(d_out.shape, NARROW),
         d_beta=jax.ShapeDtypeStruct((*each, CHUNK), jnp.float32),
     )
     scratch = dict(
@@ -252,7 +255,8 @@ def _share_body(refs, *, lanes, HV, V):
     d_out_s, changes_s, falls_s, inverse_s, square_s = (
         refs[name + "_s"] for name in ("d_out", "changes", "falls", "inverse", "square")
     )
-    for name in ("d_out", "changes", "changes_low", "falls", "falls_low", "inverse"):
+    plgpu.copy_gmem_to_smem(refs["d_out"].at[lane, chunk, :, head], d_out_s, refs["loaded"])
+    for name in ("changes", "changes_low", "falls", "falls_low", "inverse"):
         source = refs[name].at[chunk, lane, head]
         plgpu.copy_gmem_to_smem(source, refs[name + "_s"], refs["loaded"])
     beta = load(refs["beta"].at[chunk, lane, head], LAYOUT.reduce(1))
@@ -280,19 +284,19 @@ def _share_body(refs, *, lanes, HV, V):
     )
     inverse_s[...] = (-jnp.where(row > col, below, above)).astype(NARROW)
     plgpu.commit_smem()
-    for name, ref in dict(d_scores=square_s, d_keys=inverse_s, d_v=d_v_s).items():
+    for name, ref in dict(d_scores=square_s, d_keys=inverse_s).items():
         plgpu.copy_smem_to_gmem(ref, refs[name].at[chunk, lane, head])
+    plgpu.copy_smem_to_gmem(d_v_s, refs["d_v"].at[lane, chunk, :, head])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _spread(q, k, decay, d_scores, d_keys, d_out, changes, d_v, states, d_states, last, *, sizes):
-    """`(d_q, d_k, d_log_decay)` of every value head, `[n, lanes, HV, CHUNK, K]` float32."""
+    """`(d_q, d_k, d_log_decay)` of every value head, `[lanes, n, CHUNK, HV, K]` float32."""
     K, each = sizes.K, d_scores.shape[:3]
     operands = dict(q=q, k=k, decay=decay, d_scores=d_scores, d_keys=d_keys, d_out=d_out)
     operands |= dict(changes=changes, d_v=d_v, states=states, d_states=d_states, last=last)
     results = {
-        name: jax.ShapeDtypeStruct((*each, CHUNK, K), jnp.float32)
-        for name in ("d_q", "d_k", "d_decay")
+        name: jax.ShapeDtypeStruct(decay.shape, jnp.float32) for name in ("d_q", "d_k", "d_decay")
     }
     scratch = dict(
         q_s=shared(CHUNK, CHANNELS),
@@ -336,7 +340,7 @@ def _spread_body(refs, *, lanes, sizes):
         refs[name + "_s"] for name in ("q", "k", "decay", "one", "two", "sums", "last")
     )
     for name, at in dict(q=group, k=group, decay=head).items():
-        source = refs[name].at[chunk, lane, at, :, channels]
+        source = refs[name].at[lane, chunk, :, at, channels]
         plgpu.copy_gmem_to_smem(source, refs[name + "_s"], refs["loaded"])
     for name in ("d_scores", "d_keys"):
         source = refs[name].at[chunk, lane, head]
@@ -346,8 +350,11 @@ def _spread_body(refs, *, lanes, sizes):
         d_queries, d_early, d_late, d_last = carry
         tile = pl.ds(number * CHUNK, CHUNK)
         for name in ("d_out", "changes", "d_v", "states", "d_states"):
-            source = refs[name].at[chunk, lane, head]
-            source = source.at[channels if "states" in name else slice(None), tile]
+            if name in ("d_out", "d_v"):
+                source = refs[name].at[lane, chunk, :, head, tile]
+            else:
+                source = refs[name].at[chunk, lane, head]
+                source = source.at[channels if "states" in name else slice(None), tile]
             plgpu.copy_gmem_to_smem(source, refs[name + "_s"], refs["tiled"])
         plgpu.barrier_wait(refs["tiled"])
         states, d_states = (refs[name + "_s"] for name in ("states", "d_states"))
@@ -427,4 +434,4 @@ def _spread_body(refs, *, lanes, sizes):
 
     d_q, d_k, d_decay = lax.fori_loop(0, LEVELS, level, (d_q, d_k, d_decay))
     for name, value in dict(d_q=d_q, d_k=d_k, d_decay=d_decay).items():
-        to_memory(refs[name].at[chunk, lane, head, :, channels], value)
+        to_memory(refs[name].at[lane, chunk, :, head, channels], value)

@@ -72,30 +72,33 @@ def plan_chunks(cu_seqlens, live, B, T):
 
 
 def in_chunks(x, plan):
-    """`[B, T, heads, width]` as `[n, lanes, heads, CHUNK, width]`, zeros where none is shown."""
+    """`[B, T, heads, width]` as `[lanes, n, CHUNK, heads, width]`, zeros where no token is shown.
+
+    Dense, and of whole chunks, it is a reshape but for the zeros.
+    """
     n, lanes = plan.begin.shape
     rows = jnp.arange(CHUNK, dtype=jnp.int32)[None, None]
-    inside = (rows >= plan.low[..., None]) & (rows < plan.shown[..., None])
+    begin, low, shown = (y.T[..., None] for y in (plan.begin, plan.low, plan.shown))
+    inside = (rows >= low) & (rows < shown)
     if plan.dense:
         x = jnp.pad(x, [(0, 0), (0, n * CHUNK - x.shape[1]), (0, 0), (0, 0)])
-        x = jnp.moveaxis(x.reshape(lanes, n, CHUNK, *x.shape[2:]), 1, 0)
+        x = x.reshape(lanes, n, CHUNK, *x.shape[2:])
     else:
-        x = x.at[0, plan.begin[..., None] + rows].get(mode="clip")
-    x = jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
-    return jnp.swapaxes(x, 2, 3)
+        x = x.at[0, begin + rows].get(mode="clip")
+    return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
 
 
 def out_of_chunks(x, plan, T):
-    """`[n, lanes, heads, CHUNK, width]` as `[B, T, heads, width]`: each token from its chunk."""
-    n, lanes, heads, _, width = x.shape
-    x = jnp.swapaxes(x, 2, 3)
+    """`[lanes, n, CHUNK, heads, width]` as `[B, T, heads, width]`: each token from its chunk."""
+    lanes, n, _, *rest = x.shape
+    x = x.reshape(lanes, n * CHUNK, *rest)
     if plan.dense:
-        return jnp.moveaxis(x, 0, 1).reshape(lanes, n * CHUNK, heads, width)[:, :T]
+        return x[:, :T]
     number = jnp.arange(n, dtype=jnp.int32)
     first = jnp.where(number < plan.chunks[-1], (plan.begin + plan.low)[:, 0], T)
     chunk = owners(jnp.append(first, T), T)
     at = chunk * CHUNK + jnp.arange(T, dtype=jnp.int32) - plan.begin[chunk, 0]
-    return x.reshape(n * CHUNK, heads, width).at[at].get(mode="clip")[None]
+    return x.at[:, at].get(mode="clip")
 
 
 def in_log2(log_decay):
@@ -108,5 +111,5 @@ def betas(beta, plan, keep):
 
     The derivative divides by it.
     """
-    beta = in_chunks(beta.astype(jnp.float32)[..., None], plan)[..., 0]
+    beta = in_chunks(beta.astype(jnp.float32)[..., None], plan)[..., 0].transpose(1, 0, 3, 2)
     return jnp.maximum(beta, LEAST_BETA) if keep else beta
