@@ -1,6 +1,6 @@
 """How long forward and backward of chunk_kda take, and how far its gradients are from float64.
 
-    python benchmarks/train.py [--only kda,jla,fla,errors,xla] [--lengths 2048,16x512] [--toy]
+    python benchmarks/train.py [--only kda,jla,fla,errors,layer,xla] [--lengths 2048,16x512] [--toy]
                                [--output FILE]
 
 B = 1, HV = H, K = V = 128, bfloat16 q, k and v, l2norm of q and k, float32 log decay and beta; the
@@ -10,10 +10,11 @@ sequences as segment ids); and `fla`, the package fla-core, in PyTorch. `xla` is
 
 `step_ms` is a median by the clock over dispatched steps, `compile_s` lowering and compiling, of
 PyTorch the first three steps with their tuning; `temporary_bytes` what a program needs beside its
-operands and results, of PyTorch the peak beside the operands. Each meets the oracle before it is
-timed; a peer that does not, or is not installed, is named under `absent`. `errors` has the relative
-errors of all gradients in the cases of the tests; None where one is not finite. (Over 350 lines,
-since it speaks to two frameworks.)
+operands and results, of PyTorch the peak beside the operands; `forward` has the same without a
+derivative. `layer` is a whole layer of Kimi-Linear's size, `kda_apply`, with the gradients of every
+weight and of x. Each meets the oracle before it is timed; a peer that does not, or is not
+installed, is named under `absent`. `errors` has the relative errors of all gradients in the cases
+of the tests; None where one is not finite. (Over 350 lines, since it speaks to two frameworks.)
 """
 
 import argparse
@@ -35,8 +36,9 @@ import kda_jax
 from kda_jax.tools import oracle, records
 from kda_jax.tools.bench import K, V, need_a_gpu
 
-PARTS = ("kda", "jla", "fla", "errors", "xla")
+PARTS = ("kda", "jla", "fla", "errors", "layer", "xla")
 LENGTHS = "2048,8192,32768,16x512"
+LAYER_LENGTHS = "8192"
 XLA_LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 LIMIT = 2e-2  # relative: bfloat16 operands and results
 TENSORS = ("q", "k", "v", "log_decay", "beta")
@@ -45,19 +47,23 @@ TENSORS = ("q", "k", "v", "log_decay", "beta")
 def in_jax(function):
     """A jitted step `(out, gradients)` of `function(tensors, start, cu_seqlens, l2norm)`.
 
+    With `forward` out alone.
+
     Where start is not None, final states have a cotangent, and it has a gradient.
     """
 
-    def step(tensors, start, d_out, d_final, cu_seqlens, *, l2norm):
+    def step(tensors, start, d_out, d_final, cu_seqlens, *, l2norm, forward=False):
         def results(tensors, start):
             out, final = function(tensors, start, cu_seqlens, l2norm)
             return (out, None) if d_final is None else (out, final)
 
+        if forward:
+            return results(tensors, start)[0]
         (out, _), backward = jax.vjp(results, tensors, start)
         by_tensors, by_start = backward((d_out, d_final))
         return out, by_tensors if start is None else by_tensors | dict(start=by_start)
 
-    return jax.jit(step, static_argnames="l2norm")
+    return jax.jit(step, static_argnames=("l2norm", "forward"))
 
 
 def chunk_kda(tensors, start, cu_seqlens, l2norm, *, implementation):
@@ -257,8 +263,32 @@ def median_ms(step, wait):
 def measure_in_jax(step, length, H):
     tensors, bounds = timed_operands(length, H)
     given = (tensors, None, tensors["v"], None, None if bounds is None else jnp.asarray(bounds))
+    lower = functools.partial(step.lower, *given, l2norm=True)
+    return timed(lower, given) | {"forward": timed(functools.partial(lower, forward=True), given)}
+
+
+def measure_layer(length, toy):
+    """A layer's step, whose operands and gradients are bfloat16."""
+    if toy:
+        config = kda_jax.KDAConfig(D=48, H=2, HV=4, K=16, V=8)
+    else:
+        config = kda_jax.KDAConfig(D=2304, H=32, HV=32, K=K, V=V, gate_rank=V)
+    params = kda_jax.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, int(length), config.D), jnp.bfloat16)
+
+    @jax.jit
+    def step(params, x):
+        y, backward = jax.vjp(lambda *given: kda_jax.kda_apply(*given, config=config), params, x)
+        return y, backward(y)
+
+    return {"D": config.D, "H": config.H} | timed(
+        functools.partial(step.lower, params, x), (params, x)
+    )
+
+
+def timed(lower, given):
     begun = time.perf_counter()
-    compiled = step.lower(*given, l2norm=True).compile()
+    compiled = lower().compile()
     row: dict[str, Any] = {"compile_s": time.perf_counter() - begun}
     memory: Any = compiled.memory_analysis()
     row["temporary_bytes"] = memory.temp_size_in_bytes
@@ -351,6 +381,9 @@ def main(arguments=None):
     if "errors" in parts:
         for row in errors(cases().GRADIENT_CASES, steps, checked, few):
             record.add("errors", row)
+    if "layer" in parts:
+        for length in (lengths or LAYER_LENGTHS).split(","):
+            record.add("layer", {"length": length} | measure_layer(length, options.toy))
     for name in parts:
         if name not in steps or not is_right(name, steps[name], checked, few, absent):
             continue

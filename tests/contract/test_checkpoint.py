@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kda_contracts import CHECKPOINT, BadFileError, check_checkpoint, find_tensors
@@ -639,7 +639,14 @@ def test_fuzzed_headers_give_a_verdict_or_a_clear_error(fuzz_folder):
     valid = path.read_bytes()
     verdicts = {"judged": 0, "bad": 0}
 
-    @settings(max_examples=1000, derandomize=True, deadline=None, database=None)
+    # The first draw loads tables: on a busy machine that took 40 s.
+    @settings(
+        max_examples=1000,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     @given(data=st.data())
     def fuzz(data):
         kind = data.draw(st.sampled_from(["bytes", "header", "shapes", "flipped", "cut"]))
