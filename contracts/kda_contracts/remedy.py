@@ -6,6 +6,7 @@ from kda_contracts.arrays import differ, known, longer_axes
 
 LAYOUT = "copy it first: x.contiguous() in torch, np.ascontiguousarray(x) in NumPy"
 NEEDED = "without a `lower_bound`, pass A_log; None means zeros only for the safe gate"
+ALONE = "pass one of them; the segments of several rows are `segment_ids`"
 SLOTS = ("_indices", "slots", "sources", "accepted", "accepted_tokens", "intermediate_states")
 POOLS = ("initial_state", "initial_state_source", "pool", "state")
 NO_RANK = "None is an output gate of full rank"
@@ -24,6 +25,8 @@ def for_shape(argument, operand, arrays, sizes, pool=None):
         "dt_bias": _bias,
         "mixed_qkv": _packed,
     }
+    if argument == "x" and (cure := _tokens(operand, array)):
+        return cure
     if argument in cures and (cure := cures[argument](array, arrays, sizes)):
         return cure
     if (
@@ -144,6 +147,30 @@ def value_width(shape, HV, K):
 
 def _transposed(shape, HV, K):
     return shape[1] == HV and shape[2] == K != shape[3]
+
+
+def end_to_end(array):
+    """One line for several rows beside `cu_seqlens`."""
+    if not all(map(known, array.shape)):
+        return None
+    B, T, D = array.shape
+    return (
+        f"lay the rows end to end, x.reshape(1, {B * T}, {D}); or tell the segments of each row "
+        "by `segment_ids`"
+    )
+
+
+def _tokens(operand, array):
+    """Of a layer's input over several tokens: rows where one is taken, or one without its axis."""
+    if operand.axes == "T D" and array.ndim == 3:
+        B, T, D = array.shape
+        return (
+            "rows of tokens are for kda_apply, without cache and slots; or lay them end to end: "
+            f"x.reshape({B * T}, {D}) with cu_seqlens = {array.library}.arange({B + 1}) * {T}"
+        )
+    if operand.axes == "B T D" and array.ndim == 2:
+        return "one row, or sequences that lie end to end: x[None]"
+    return None
 
 
 def _bias(array, arrays, sizes):
