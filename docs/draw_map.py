@@ -19,9 +19,9 @@ FLOORS = {
         ),
         10: ("kda_jax", "the public names", "__init__"),
         9: ("over the layer", "several devices; Flax NNX", "sharding nnx"),
-        8: ("the layer", "kda_decode, kda_prefill", "layer"),
+        8: ("the layer", "kda_apply, kda_decode, kda_prefill", "layer"),
         7: ("operators", "contract, choice, call", "decode update prefill"),
-        6: ("the choice", "choose, explain", "dispatch"),
+        6: ("around the operators", "choose, explain; projections", "dispatch projections"),
         5: (
             "implementations",
             "by operator and implementation",

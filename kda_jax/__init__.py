@@ -26,7 +26,7 @@ from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.dispatch import Explanation, explain
 from kda_jax.gates import kda_beta, kda_log_decay
-from kda_jax.layer import kda_decode, kda_prefill
+from kda_jax.layer import kda_apply, kda_decode, kda_prefill
 from kda_jax.layouts import pack_qkv, state_from_kv, state_to_kv
 from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
@@ -64,6 +64,7 @@ __all__ = [
     "gated_rms_norm",
     "init_cache",
     "init_params",
+    "kda_apply",
     "kda_beta",
     "kda_decode",
     "kda_log_decay",

@@ -1,6 +1,6 @@
 """The short convolution of a KDA layer: depthwise, causal, then SiLU.
 
-A pool of slots keeps the last inputs of each request.
+A pool of slots keeps the last inputs of each request; in training there is none.
 """
 
 import jax
@@ -10,7 +10,7 @@ from kda_contracts import CONV_DECODE, CONV_PREFILL
 from kda_jax import call, pools
 from kda_jax.call import Array, Pool
 from kda_jax.gates import differentiable_sigmoid
-from kda_jax.sequences import owners
+from kda_jax.sequences import owners, positions
 
 
 def conv_decode(
@@ -147,23 +147,20 @@ def conv_prefill(
 def all_tokens(x, weight, pool, slots, cu_seqlens, sources, bias=None):
     """What `conv_prefill` does, after its contract; all indices are int32."""
     state, slots = pools.opened(pool, slots, x, weight, cu_seqlens, sources, bias)
-    (T, C), W, S = x.shape, weight.shape[1], state.shape[0]
+    T, W, S = x.shape[0], weight.shape[1], state.shape[0]
     if 0 in (T, S, slots.shape[0]):
         return jnp.zeros_like(x), pools.unchanged(pool)
     cu_seqlens = jnp.clip(cu_seqlens, 0, T)
     live = pools.inside(slots, S)
     start, length = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
     owner = owners(cu_seqlens, T)
-    position = jnp.arange(T, dtype=jnp.int32) - jnp.append(start, 0)[owner]
+    position = positions(cu_seqlens, owner)
     held = jnp.append(live, False)[owner][:, None]
     x = jnp.where(held, x, jnp.zeros((), x.dtype))
 
     f32, weights = jnp.float32, weight.astype(jnp.float32)
     past = pools.read(state, slots, sources)  # [N, C, W-1]
-    y = jnp.zeros((T, C), f32)
-    for back in range(W):
-        shifted = jnp.pad(x, ((back, 0), (0, 0)))[:T].astype(f32)
-        y = y + jnp.where((position >= back)[:, None], shifted, 0) * weights[None, :, W - 1 - back]
+    y = _taps(x, weights, position)
     for first in range(
         W - 1
     ):  # what the slot's inputs give to token number `first` of each sequence
@@ -185,6 +182,31 @@ def all_tokens(x, weight, pool, slots, cu_seqlens, sources, bias=None):
     )
     state = pools.write(state, slots, window, where=length > 0)
     return y, pools.closed(pool, state)
+
+
+@jax.jit
+def without_pool(x, weight, position, bias=None):
+    """`[B, T, C]`, convolved within each sequence, and SiLU: for training.
+
+    position: `[B, T]`, the number of each token in its sequence; None, where each row is one.
+    """
+    y = _taps(x, weight.astype(jnp.float32), position)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None, None]
+    return _silu(y).astype(x.dtype)
+
+
+def _taps(x, weights, position):
+    """`[..., T, C]` float32: what the tokens before each of the same sequence give to it."""
+    (*lead, T, C), W = x.shape, weights.shape[1]
+    lead = [(0, 0)] * len(lead)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for back in range(W):
+        shifted = jnp.pad(x, [*lead, (back, 0), (0, 0)])[..., :T, :].astype(jnp.float32)
+        if position is not None:
+            shifted = jnp.where((position >= back)[..., None], shifted, 0)
+        y = y + shifted * weights[:, W - 1 - back].reshape((1,) * (x.ndim - 1) + (C,))
+    return y
 
 
 def _silu(x):

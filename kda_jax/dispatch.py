@@ -18,7 +18,7 @@ from kda_jax.transforms import varying_axes
 IMPLEMENTATIONS: tuple[call.Implementation, ...] = ("mosaic_gpu", "triton", "xla")
 # Which operators have kernels. All others are XLA's alone.
 DECODE = ("packed_decode", "fused_sigmoid_gating_kda_update", "recurrent_kda", "kda_decode")
-PREFILL = ("chunk_kda", "kda_prefill")
+PREFILL = ("chunk_kda", "kda_prefill", "kda_apply")
 CONTRACTS = {
     name.removeprefix("kda_jax."): contract
     for name, contract in sorted(
@@ -160,12 +160,12 @@ def _opened(contract, arguments):
     given = dict(arguments)
     if "params" not in given:
         return given, {}
-    params, cache, config = (given.pop(name) for name in ("params", "cache", "config"))
-    weights.require_containers(contract.name, params, cache, config)
-    for holder in (params, cache, config):
+    holders = {name: given.pop(name) for name in ("params", "cache", "config") if name in given}
+    weights.require_containers(contract.name, **holders)
+    for holder in holders.values():
         values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
         given |= {name: x for name, x in values.items() if x is not None and name not in AXES}
-    return given, weights.letters(config, params)
+    return given, weights.letters(holders["config"], holders["params"])
 
 
 def _only_asks_for_a_result(name, x):

@@ -5,16 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kda_contracts import LAYER_DECODE, LAYER_PREFILL, ContractError, check
-from kda_jax import call, conv, dispatch, gates, norm, pools
-from kda_jax.call import Array, Implementation, Maths
+from kda_contracts import LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL, ContractError, check
+from kda_jax import call, conv, dispatch, pools, projections
+from kda_jax.call import Array, Implementation
 from kda_jax.decode import packed_decode
 from kda_jax.prefill import chunk_kda
-from kda_jax.sequences import owners
+from kda_jax.sequences import owners, positions, segments
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters, require_containers
 
 WEIGHTS = tuple(field.name for field in dataclasses.fields(KDAParams))
-CONV_BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
 
 
 def kda_decode(
@@ -61,8 +60,8 @@ def kda_decode(
     >>> y.shape, bool(y[1].any()), bool(cache.state[2].any())
     ((2, 16), False, True)
     """
-    require_containers(LAYER_DECODE.name, params, cache, config)
-    operands = dict(x=x, slots=slots) | _arrays(params, cache)
+    require_containers(LAYER_DECODE.name, params=params, cache=cache, config=config)
+    operands = dict(x=x, slots=slots) | _arrays(params) | _pools(cache)
     sizes = _judge(LAYER_DECODE, params, config, operands)
     choice = dispatch.choose(LAYER_DECODE, implementation, sizes, operands)
     if call.is_cut(operands):
@@ -76,14 +75,18 @@ def kda_decode(
     if choice.name == "xla":
         # The kernels pass over padded rows, whatever they hold. XLA's gather does not, nor its
         # derivatives.
-        x = _masked(x, live)
+        x = projections.masked(x, live)
     mixed_qkv, window = conv.one_token(
-        _project(params, x), _kernels(params), cache.conv, slots, _biases(params)
+        projections.channels(params, x),
+        projections.conv_kernels(params),
+        cache.conv,
+        slots,
+        projections.conv_bias(params),
     )
     out, state = packed_decode(
         mixed_qkv,
-        _forget(params, x),
-        _times(x, params.b_proj),
+        projections.forget(params, x),
+        projections.times(x, params.b_proj),
         params.A_log,
         params.dt_bias,
         cache.state,
@@ -93,7 +96,7 @@ def kda_decode(
         allow_neg_eigval=config.allow_neg_eigval,
         implementation=choice.name,
     )
-    return _output(params, x, out[:, 0], live, config)[:B], KDACache(window, state)
+    return projections.output(params, x, out[:, 0], live, config)[:B], KDACache(window, state)
 
 
 def kda_prefill(
@@ -142,8 +145,10 @@ def kda_prefill(
     >>> y.shape, cache.state.any((1, 2, 3)).tolist()
     ((5, 16), [True, False, True])
     """
-    require_containers(LAYER_PREFILL.name, params, cache, config)
-    operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh) | _arrays(params, cache)
+    require_containers(LAYER_PREFILL.name, params=params, cache=cache, config=config)
+    operands = (
+        dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh) | _arrays(params) | _pools(cache)
+    )
     sizes = _judge(LAYER_PREFILL, params, config, operands)
     choice = dispatch.choose(LAYER_PREFILL, implementation, sizes, operands)
     if call.is_cut(operands):
@@ -155,33 +160,23 @@ def kda_prefill(
         # Padded here, where it costs least: chunk_kda would pad five wider operands.
         cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into the padding
         x = jnp.pad(x, ((0, -tokens % choice.tokens), (0, 0)))
-    T, H, HV, K, V = x.shape[0], sizes.H, sizes.HV, sizes.K, sizes.V
+    T = x.shape[0]
     live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
-    x = _masked(x, live)
+    x = projections.masked(x, live)
     mixed, window = conv.all_tokens(
-        _project(params, x),
-        _kernels(params),
+        projections.channels(params, x),
+        projections.conv_kernels(params),
         cache.conv,
         slots,
         cu_seqlens,
         sources,
-        _biases(params),
+        projections.conv_bias(params),
     )
-    q, k, v = jnp.split(mixed, [H * K, 2 * H * K], axis=1)
-    maths = Maths(1.0, True, config.lower_bound, allow_neg_eigval=config.allow_neg_eigval)
-    f32 = jnp.float32
-    log_decay, beta = gates.decay_and_beta(
-        _forget(params, x).astype(f32).reshape(1, T, HV, K),
-        _times(x, params.b_proj).astype(f32)[None],
-        params.A_log.astype(f32).reshape(1, 1, HV, 1),
-        params.dt_bias.astype(f32).reshape(1, 1, HV, K),
-        maths,
-        differentiable=True,
-    )
+    q, k, v, log_decay, beta = projections.in_heads(params, x, mixed, config, sizes, (1, T))
     out, state = chunk_kda(
-        q.reshape(1, T, H, K),
-        k.reshape(1, T, H, K),
-        v.reshape(1, T, HV, V),
+        q,
+        k,
+        v,
         log_decay,
         beta,
         cache.state,
@@ -191,7 +186,100 @@ def kda_prefill(
         use_qk_l2norm_in_kernel=True,
         implementation=choice.name,
     )
-    return _output(params, x, out[0], live, config)[:tokens], KDACache(window, state)
+    return projections.output(params, x, out[0], live, config)[:tokens], KDACache(window, state)
+
+
+def kda_apply(
+    params: KDAParams,
+    x: Array,
+    *,
+    config: KDAConfig,
+    segment_ids: Array | None = None,
+    cu_seqlens: Array | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """A batch of rows through the layer, each from nothing: for training, without cache and slots.
+
+    Several sequences may share a row: told apart by `segment_ids`, or, in one row, by `cu_seqlens`.
+    State and short convolution start from nothing at each.
+
+    Args:
+      params: `KDAParams`.
+      x: `[B, T, D]` float; the normed inputs of the layer.
+      config: `KDAConfig`, static.
+      segment_ids: None, or `[B, T]` integer; a segment starts wherever the id changes, also to one
+        that was there before. 0 is padding: zeros come out, and no gradient goes in, whatever x
+        holds there.
+      cu_seqlens: None, or `[N+1]` int32 or int64, with B = 1 and without `segment_ids`; sequence n
+        is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`. Tokens of none are padding.
+      implementation: of the recurrence, as in `chunk_kda`.
+
+    Returns:
+      `[B, T, D]` in x's dtype, to be added to the residual stream.
+
+    Effects:
+      It differentiates in x and in every weight. The state is float32. Under `shard_map` with the
+      heads sharded, the result is this shard's part of the sum over them.
+
+    Raises:
+      ContractError, TypeError, NotImplementedError: as `chunk_kda`.
+
+    Source: the layer of the Kimi Linear paper.
+
+    >>> import jax
+    >>> from kda_jax.weights import init_params
+    >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
+    >>> params, x = init_params(config, jax.random.key(0)), jnp.ones((2, 5, 16))
+    >>> ids = jnp.array([[7, 7, 7, 7, 7], [1, 1, 2, 2, 0]])  # two sequences in the second row
+    >>> y = kda_apply(params, x, config=config, segment_ids=ids)
+    >>> bool(jnp.allclose(y[1, 2:4], y[0, :2])), y.any(-1)[1].tolist()
+    (True, [True, True, True, True, False])
+    """
+    require_containers(LAYER_APPLY.name, params=params, config=config)
+    operands = dict(x=x, segment_ids=segment_ids, cu_seqlens=cu_seqlens) | _arrays(params)
+    sizes = _judge(LAYER_APPLY, params, config, operands)
+    choice = dispatch.choose(LAYER_APPLY, implementation, sizes, operands)
+    if call.is_cut(operands):
+        return _in_auto_axes(
+            kda_apply, LAYER_APPLY, operands, config=config, implementation=choice.name
+        )
+    (B, tokens), cu_seqlens = x.shape[:2], pools.as_int32(cu_seqlens)
+    x, N = jnp.asarray(x), B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if choice.tokens > 1:
+        # Padded here, where it costs least: chunk_kda would pad five wider operands.
+        x = jnp.pad(x, ((0, 0), (0, -tokens % choice.tokens), (0, 0)))
+    T, live, begins, position = x.shape[1], None, None, None
+    if segment_ids is not None:
+        live, begins, position = segments(segment_ids, T)
+    elif cu_seqlens is not None:
+        cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)
+        owner = owners(cu_seqlens, T)
+        live, position = (owner < N)[None], positions(cu_seqlens, owner)[None]
+    x = projections.masked(x, live)
+    mixed = conv.without_pool(
+        projections.channels(params, x),
+        projections.conv_kernels(params),
+        position,
+        projections.conv_bias(params),
+    )
+    q, k, v, log_decay, beta = projections.in_heads(params, x, mixed, config, sizes, (B, T))
+    if begins is not None:
+        # Exact: exp(-inf) is 0, and nothing of the segment before is left.
+        log_decay = jnp.where(begins[..., None, None], -jnp.inf, log_decay)
+    out, _ = chunk_kda(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        jnp.zeros((N, sizes.HV, sizes.V, sizes.K), jnp.float32),
+        jnp.arange(N, dtype=jnp.int32),
+        sources=jnp.full(N, -1, jnp.int32),
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=True,
+        implementation=choice.name,
+    )
+    return projections.output(params, x, out, live, config)[:, :tokens]
 
 
 def _judge(contract, params, config, operands):
@@ -213,7 +301,7 @@ def _judge(contract, params, config, operands):
                 f"{contract.name}: `{name}_up` must be [{letter}, {axis}] = ({rows}, {columns}) "
                 f"{beside} a `{name}_down` (got {up.shape})"
             )
-    for name in CONV_BIASES:
+    for name in projections.CONV_BIASES:
         if (getattr(params, name) is None) == config.conv_bias:
             wanted = "an array, as" if config.conv_bias else "None, as"
             raise ContractError(
@@ -223,70 +311,26 @@ def _judge(contract, params, config, operands):
     return sizes
 
 
-def _arrays(params, cache):
-    """The weights and pools by name, without those that are None."""
+def _arrays(params):
+    """The weights by name, without those that are None."""
     arrays = {name: getattr(params, name) for name in WEIGHTS}
-    return {name: x for name, x in arrays.items() if x is not None} | dict(
-        conv=cache.conv, state=cache.state
-    )
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _pools(cache):
+    return dict(conv=cache.conv, state=cache.state)
 
 
 def _in_auto_axes(step, contract, operands, **options):
     """A step whose operands are cut by Explicit mesh axes."""
 
-    def again(conv, state, **arrays):
+    def again(conv=None, state=None, **arrays):
         weights = {name: arrays.pop(name) for name in WEIGHTS if name in arrays}
+        if not contract.pool:
+            return step(KDAParams(**weights), **arrays, **options)
         y, cache = step(KDAParams(**weights), cache=KDACache(conv, state), **arrays, **options)
         return y, cache.conv, cache.state
 
     specs = call.result_cuts(contract, operands)
-    y, *cache = call.in_auto_axes(again, contract.name, operands, specs)
-    return y, KDACache(*cache)
-
-
-def _masked(x, live):
-    """x with zeros where a token is not live: it may hold anything, and contributes nothing to
-    gradients.
-    """
-    return jnp.where(live[:, None], x, jnp.zeros((), x.dtype))
-
-
-def _times(x, weight):
-    """x @ weight in x's dtype; float32 in full, where a GPU would round it to TF32."""
-    return jnp.matmul(
-        x, weight.astype(x.dtype), precision="highest" if x.dtype == jnp.float32 else "default"
-    )
-
-
-def _project(params, x):
-    """`[..., 2*H*K+HV*V]`: the channels of the short convolution."""
-    return jnp.concatenate(
-        [_times(x, w) for w in (params.q_proj, params.k_proj, params.v_proj)], axis=-1
-    )
-
-
-def _kernels(params):
-    return jnp.concatenate(
-        [w.astype(jnp.float32) for w in (params.q_conv, params.k_conv, params.v_conv)]
-    )
-
-
-def _biases(params):
-    """`[2*H*K+HV*V]`: the bias of the convolution, or None."""
-    biases = [getattr(params, name) for name in CONV_BIASES]
-    return None if biases[0] is None else jnp.concatenate([x.astype(jnp.float32) for x in biases])
-
-
-def _forget(params, x):
-    """`[..., HV*K]`: the raw input of the forget gate."""
-    return _times(x if params.f_down is None else _times(x, params.f_down), params.f_up)
-
-
-def _output(params, x, out, live, config):
-    """The gated norm and the output projection of `[tokens, HV, V]`; zeros where none is live."""
-    gate = _times(x if params.g_down is None else _times(x, params.g_down), params.g_up)
-    if params.g_bias is not None:
-        gate = gate + params.g_bias.astype(gate.dtype)[None]
-    normed = norm.gated(out, gate.reshape(out.shape), params.norm, config.norm_eps)
-    y = _times(normed.reshape(-1, params.o_proj.shape[0]), params.o_proj)
-    return _masked(y, live)
+    results = call.in_auto_axes(again, contract.name, operands, specs)
+    return (results[0], KDACache(*results[1:])) if contract.pool else results

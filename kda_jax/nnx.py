@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     raise ImportError("kda_jax.nnx needs flax: install kda-jax with the extra `flax`") from error
 
 from kda_jax.call import Array, Implementation
-from kda_jax.layer import kda_decode, kda_prefill
+from kda_jax.layer import kda_apply, kda_decode, kda_prefill
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, init_cache, init_params
 
 
@@ -67,6 +67,24 @@ class KDALayer(nnx.Module):
     def init_cache(self, num_slots: int, **options: Any) -> KDACache:
         """As `kda_jax.init_cache`, for these weights."""
         return init_cache(self.config, num_slots, params=self.params, **options)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        segment_ids: Array | None = None,
+        cu_seqlens: Array | None = None,
+        implementation: Implementation = "auto",
+    ) -> jax.Array:
+        """As `kda_jax.kda_apply`: for training, without a cache."""
+        return kda_apply(
+            self.params,
+            x,
+            config=self.config,
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+            implementation=implementation,
+        )
 
     def decode(
         self, x: Array, cache: KDACache, slots: Array, *, implementation: Implementation = "auto"

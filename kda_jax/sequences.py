@@ -77,3 +77,21 @@ def owners(cu_seqlens, T):
         - 1
     )
     return jnp.where(owner < 0, N, owner)
+
+
+def positions(cu_seqlens, owner):
+    """`[T]` int32: the number of each token in the sequence that owns it; in T for one of none."""
+    token = jnp.arange(owner.shape[0], dtype=jnp.int32)
+    return token - jnp.append(cu_seqlens[:-1], 0)[owner]
+
+
+def segments(ids, T):
+    """`(live, begins, position)` `[B, T]` of segment ids, behind which there is padding up to T:
+    whether a token is none; whether its id is another than the one before; its number since then.
+    """
+    more = T - ids.shape[1]
+    # Compared before they are narrowed: 2**32 is not 0.
+    live = jnp.pad(ids != 0, ((0, 0), (0, more)))
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, more)))[:, :T]
+    token = jnp.arange(T, dtype=jnp.int32)[None]
+    return live, begins, token - jax.lax.cummax(jnp.where(begins, token, 0), axis=1)

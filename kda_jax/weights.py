@@ -112,13 +112,11 @@ class KDACache:
     __repr__ = _shown
 
 
-def require_containers(name, params, cache, config):
+def require_containers(name, **arguments):
     """Refuses what is not a layer's own dataclass, such as a dict of the same arrays."""
-    for argument, x, kind in (
-        ("params", params, KDAParams),
-        ("cache", cache, KDACache),
-        ("config", config, KDAConfig),
-    ):
+    kinds = dict(params=KDAParams, cache=KDACache, config=KDAConfig)
+    for argument, x in arguments.items():
+        kind = kinds[argument]
         if not isinstance(x, kind):
             raise ContractError(
                 f"{name}: `{argument}` must be a {kind.__name__} (got {type(x).__name__}); "

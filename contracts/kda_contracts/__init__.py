@@ -32,6 +32,7 @@ from kda_contracts.kda import PACKED_DECODE as PACKED_DECODE
 from kda_contracts.kda import RECURRENT_KDA as RECURRENT_KDA
 from kda_contracts.layer import CHECKPOINT as CHECKPOINT
 from kda_contracts.layer import KDA_CONFIG as KDA_CONFIG
+from kda_contracts.layer import LAYER_APPLY as LAYER_APPLY
 from kda_contracts.layer import LAYER_DECODE as LAYER_DECODE
 from kda_contracts.layer import LAYER_PREFILL as LAYER_PREFILL
 from kda_contracts.model_config import layer_numbers as layer_numbers

@@ -137,6 +137,8 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     if rule.kind == "needed":
         lonely = argument not in given and rule.beside not in given
         return (rule.message, (remedy.NEEDED,)) if lonely else None
+    if rule.kind == "alone":
+        return (rule.message, (remedy.ALONE,)) if rule.beside in given else None
     if rule.kind in ("multiple", "equal"):
         return _against(contract, rule, argument, given)
     if isinstance(entry, Option):
@@ -176,13 +178,18 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
         "form",
         "channels",
         "counted",
+        "one_row",
     ) or rule.kind.startswith("packed"):
         told = (
             None
-            if rule.kind in ("form", "heads", "channels")
+            if rule.kind in ("form", "heads", "channels", "one_row")
             else f"{_expectation(entry, sizes)}, got {array}"
         )
-        cure = remedy.for_shape(argument, entry, arrays, sizes, contract.pool)
+        cure = (
+            remedy.end_to_end(array)
+            if rule.kind == "one_row"
+            else remedy.for_shape(argument, entry, arrays, sizes, contract.pool)
+        )
         odd = () if cure else odd_ones(contract, argument, arrays, bound)
         lines = (told or f"got {array}", cure, *odd)
     elif rule.kind == "dtype":
@@ -238,6 +245,8 @@ def _breaks(contract, kind, argument, arrays, sizes):
         return differ(sizes.get("B"), 1 if varlen else sizes.get("N")), {
             "wanted_rows": "one row" if varlen else "N rows"
         }
+    if kind == "one_row":
+        return "cu_seqlens" in arrays and differ(sizes.get("B"), 1), {}
     if kind == "channels":
         return sizes.get("K") == 0, {}
     if kind == "counted":

@@ -62,24 +62,31 @@ WEIGHTS = (
 )
 
 
-def _layer(name, x, *indices):
-    """The contract of a layer's step: its input, weights as `x @ w` takes them, pools, indices."""
+POOLS = (
+    Operand("conv", "S 2*H*K+HV*V W-1", FLOATS, "the last inputs of the short convolution"),
+    Operand("state", "S HV V K", FLOATS, "the recurrent states"),
+)
+
+
+def _layer(name, x, *indices, pools=POOLS, sizes_from, own=()):
+    """The contract of a layer's call: its input, weights as `x @ w` takes them, pools, indices.
+
+    `own`: the rules that no other call of the layer has.
+    """
     names = " ".join(weight.name for weight in WEIGHTS if weight.name not in FULL_RANK)
-    pools = (
-        Operand("conv", "S 2*H*K+HV*V W-1", FLOATS, "the last inputs of the short convolution"),
-        Operand("state", "S HV V K", FLOATS, "the recurrent states"),
-    )
-    index_names = " ".join(operand.name for operand in indices)
+    others = " ".join(operand.name for operand in (*pools, *indices))
+    by_rank = " ".join(("x", *(pool.name for pool in pools if pool.name == "state")))
     return Contract(
         name=name,
         operands=(x, *WEIGHTS, *pools, *indices),
         results=(Operand("y", x.axes, FLOATS, "the layer's output"), *pools),
         options=(LOWER_BOUND, NORM_EPS),
         rules=(
-            Rule("rank", "x state", "`{argument}` must be {expected} (got ndim={array.ndim})."),
+            Rule("rank", by_rank, "`{argument}` must be {expected} (got ndim={array.ndim})."),
+            *own,
             Rule(
                 "shape",
-                f"x {names} conv state {index_names}",
+                f"x {names} {others}",
                 "`{argument}` must have shape {wanted} (got {array.shape}).",
             ),
             Rule(
@@ -96,14 +103,14 @@ def _layer(name, x, *indices):
             ),
             Rule(
                 "dtype",
-                f"x {names} {' '.join(FULL_RANK)} conv state {index_names}",
+                f"x {names} {' '.join(FULL_RANK)} {others}",
                 "`{argument}` must be {allowed} (got {got}).",
             ),
             Rule("option", "lower_bound norm_eps", "`{argument}` must be {allowed} (got {got})."),
         ),
-        pool="state",
+        pool="state" if pools else "",
         anchor="x",
-        sizes_from=("f_down", "state", "x", *(["slots"] if "N" in indices[0].axes else [])),
+        sizes_from=sizes_from,
     )
 
 
@@ -111,6 +118,7 @@ LAYER_DECODE = _layer(
     "kda_jax.kda_decode",
     Operand("x", "B D", FLOATS, "the normed input, one token a row"),
     Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+    sizes_from=("f_down", "state", "x"),
 )
 LAYER_PREFILL = _layer(
     "kda_jax.kda_prefill",
@@ -118,6 +126,30 @@ LAYER_PREFILL = _layer(
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
     replace(CU_SEQLENS, required=True),
     Operand("fresh", "N", ("bool",), "whether a sequence starts from nothing", required=False),
+    sizes_from=("f_down", "state", "x", "slots"),
+)
+LAYER_APPLY = _layer(
+    "kda_jax.kda_apply",
+    Operand("x", "B T D", FLOATS, "the normed inputs, each row from nothing"),
+    Operand(
+        "segment_ids",
+        "B T",
+        INDICES,
+        "where the id changes a segment starts from nothing; 0: padding",
+        required=False,
+    ),
+    CU_SEQLENS,
+    pools=(),
+    sizes_from=("f_down", "x", "cu_seqlens"),
+    own=(
+        Rule(
+            "alone",
+            "segment_ids",
+            "`segment_ids` and `cu_seqlens` exclude each other.",
+            beside="cu_seqlens",
+        ),
+        Rule("one_row", "x", "`x` must be [1, T, D] beside `cu_seqlens` (got {array.shape})."),
+    ),
 )
 
 

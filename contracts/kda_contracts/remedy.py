@@ -1,4 +1,7 @@
-"""What a wrong shape looks like, and its cure: the last lines of an error."""
+"""What a wrong shape looks like, and its cure: the last lines of an error.
+
+Over 350 lines, since whoever adds one reads here which cures there are.
+"""
 
 import math
 
@@ -6,6 +9,7 @@ from kda_contracts.arrays import differ, known, longer_axes
 
 LAYOUT = "copy it first: x.contiguous() in torch, np.ascontiguousarray(x) in NumPy"
 NEEDED = "without a `lower_bound`, pass A_log; None means zeros only for the safe gate"
+ALONE = "pass one of them; the segments of several rows are `segment_ids`"
 SLOTS = ("_indices", "slots", "sources", "accepted", "accepted_tokens", "intermediate_states")
 POOLS = ("initial_state", "initial_state_source", "pool", "state")
 NO_RANK = "None is an output gate of full rank"
@@ -24,6 +28,8 @@ def for_shape(argument, operand, arrays, sizes, pool=None):
         "dt_bias": _bias,
         "mixed_qkv": _packed,
     }
+    if argument == "x" and (cure := _tokens(operand, array)):
+        return cure
     if argument in cures and (cure := cures[argument](array, arrays, sizes)):
         return cure
     if (
@@ -79,6 +85,8 @@ def for_dtype(argument, array):
         if array.dtype.startswith("uint"):
             return f"-1 marks a padded row, so slots are signed: {_cast(argument, array, 'int32')}"
         return f"slots are integers: {_cast(argument, array, 'int32')}, with -1 for a padded row"
+    if argument == "segment_ids":
+        return f"ids are integers, 0 for padding: {_cast(argument, array, 'int32')}"
     if array.dtype == "float64":
         return f"round it first: {_cast(argument, array, 'float32')}"
     if argument in POOLS:
@@ -144,6 +152,31 @@ def value_width(shape, HV, K):
 
 def _transposed(shape, HV, K):
     return shape[1] == HV and shape[2] == K != shape[3]
+
+
+def end_to_end(array):
+    """One line for several rows beside `cu_seqlens`."""
+    if not all(map(known, array.shape)):
+        return None
+    B, T, D = array.shape
+    return (
+        f"lay the rows end to end, x.reshape(1, {B * T}, {D}); or tell the segments of each row "
+        "by `segment_ids`"
+    )
+
+
+def _tokens(operand, array):
+    """Of a layer's input over several tokens: rows where one is taken, or one without its axis."""
+    axes = operand.axes.split()
+    if axes == ["T", "D"] and array.ndim == 3:
+        B, T, D = array.shape
+        return (
+            "rows of tokens are for kda_apply, without cache and slots; or lay them end to end: "
+            f"x.reshape({B * T}, {D}) with cu_seqlens = {array.library}.arange({B + 1}) * {T}"
+        )
+    if axes == ["B", "T", "D"] and array.ndim == 2:
+        return "one row, or sequences that lie end to end: x[None]"
+    return None
 
 
 def _bias(array, arrays, sizes):

@@ -110,7 +110,8 @@ class Rule:
     """One condition: what is judged, on which arguments, and the first line of its error.
 
     `kind`: see judge.py. `beside` names the argument beside which this one may be left out (of the
-    kind "needed"), that it must be a multiple of ("multiple"), or equal to ("equal").
+    kind "needed"), that it must be a multiple of ("multiple") or equal to ("equal"), or beside
+    which it may not be given ("alone").
     """
 
     kind: str
