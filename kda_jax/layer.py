@@ -1,6 +1,7 @@
 """A whole KDA layer: projections, short convolution, gates, recurrence, gated norm."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -321,14 +322,15 @@ def _pools(cache):
     return dict(conv=cache.conv, state=cache.state)
 
 
-def _in_auto_axes(step, contract, operands, **options):
+def _in_auto_axes(step, contract, operands, **options) -> Any:
     """A step whose operands are cut by Explicit mesh axes."""
 
-    def again(conv=None, state=None, **arrays):
+    def again(**arrays):
         weights = {name: arrays.pop(name) for name in WEIGHTS if name in arrays}
         if not contract.pool:
             return step(KDAParams(**weights), **arrays, **options)
-        y, cache = step(KDAParams(**weights), cache=KDACache(conv, state), **arrays, **options)
+        cache = KDACache(arrays.pop("conv"), arrays.pop("state"))
+        y, cache = step(KDAParams(**weights), cache=cache, **arrays, **options)
         return y, cache.conv, cache.state
 
     specs = call.result_cuts(contract, operands)
