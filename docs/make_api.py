@@ -24,8 +24,8 @@ OPERATORS = (
     "kda_log_decay kda_beta conv_decode conv_prefill gated_rms_norm"
 )
 LAYER = (
-    "kda_decode kda_prefill KDAConfig KDAParams KDACache init_params init_cache config_from_hf "
-    "load_layer load_layers check_values"
+    "kda_apply kda_decode kda_prefill KDAConfig KDAParams KDACache init_params init_cache "
+    "config_from_hf load_layer load_layers check_values"
 )
 EDGES = (
     "validate_slots validate_cu_seqlens pad_slots clear_slots pack_qkv state_from_kv state_to_kv "

@@ -182,7 +182,7 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     ) or rule.kind.startswith("packed"):
         told = (
             None
-            if rule.kind in ("form", "heads", "channels")
+            if rule.kind in ("form", "heads", "channels", "one_row")
             else f"{_expectation(entry, sizes)}, got {array}"
         )
         cure = (

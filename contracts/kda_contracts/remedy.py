@@ -1,4 +1,7 @@
-"""What a wrong shape looks like, and its cure: the last lines of an error."""
+"""What a wrong shape looks like, and its cure: the last lines of an error.
+
+Over 350 lines, since whoever adds one reads here which cures there are.
+"""
 
 import math
 
@@ -82,6 +85,8 @@ def for_dtype(argument, array):
         if array.dtype.startswith("uint"):
             return f"-1 marks a padded row, so slots are signed: {_cast(argument, array, 'int32')}"
         return f"slots are integers: {_cast(argument, array, 'int32')}, with -1 for a padded row"
+    if argument == "segment_ids":
+        return f"ids are integers, 0 for padding: {_cast(argument, array, 'int32')}"
     if array.dtype == "float64":
         return f"round it first: {_cast(argument, array, 'float32')}"
     if argument in POOLS:
@@ -162,13 +167,14 @@ def end_to_end(array):
 
 def _tokens(operand, array):
     """Of a layer's input over several tokens: rows where one is taken, or one without its axis."""
-    if operand.axes == "T D" and array.ndim == 3:
+    axes = operand.axes.split()
+    if axes == ["T", "D"] and array.ndim == 3:
         B, T, D = array.shape
         return (
             "rows of tokens are for kda_apply, without cache and slots; or lay them end to end: "
             f"x.reshape({B * T}, {D}) with cu_seqlens = {array.library}.arange({B + 1}) * {T}"
         )
-    if operand.axes == "B T D" and array.ndim == 2:
+    if axes == ["B", "T", "D"] and array.ndim == 2:
         return "one row, or sequences that lie end to end: x[None]"
     return None
 

@@ -10,6 +10,7 @@ import pytest
 import kda_contracts
 from kda_contracts import (
     KDA_CONFIG,
+    LAYER_APPLY,
     LAYER_DECODE,
     LAYER_PREFILL,
     LOG_DECAY,
@@ -19,6 +20,7 @@ from kda_contracts import (
     check,
 )
 
+LAYERS = (LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL)
 CONTRACTS = [x for x in vars(kda_contracts).values() if isinstance(x, Contract)]
 SIZES = dict(B=3, T=5, N=3, S=9, H=2, HV=4, K=8, V=16, W=4, D=7, R=6, C=10) | {"...": (3, 5)}
 NUMBERS = dict(D=7, H=2, HV=4, K=8, V=16, W=4, lower_bound=-5.0, norm_eps=1e-5, gate_rank=16)
@@ -68,7 +70,7 @@ def call(contract, **sizes):
 
 def letters(contract):
     """What the config of a layer says beforehand."""
-    known = ("D", "H", "HV", "K", "V", "W") if contract in (LAYER_DECODE, LAYER_PREFILL) else ()
+    known = ("D", "H", "HV", "K", "V", "W") if contract in LAYERS else ()
     return {letter: SIZES[letter] for letter in known}
 
 
@@ -86,6 +88,12 @@ def breaks(contract, rule, argument):
 
     if rule.kind == "option":
         return [changed(WRONG_OPTIONS[entry.kind]), changed("text"), changed([1])]
+    if rule.kind == "alone":
+        right = call(contract, B=1)
+        return [right | {rule.beside: Tensor((4,), "int32")}]
+    if rule.kind == "one_row":
+        del right["segment_ids"]
+        return [right | dict(cu_seqlens=Tensor((4,), "int32"))]
     if rule.kind == "multiple":
         return [changed(right["H"] + 1)]
     if rule.kind == "equal":
@@ -100,6 +108,7 @@ def breaks(contract, rule, argument):
         right = call(contract, B=1, T=15)
         x = Tensor(entry.shape(SIZES), "int32")
         right[argument] = x
+        right.pop("segment_ids", None)
     if rule.kind == "rank":
         return [changed(x.but(shape=() if "..." in entry.axes else (*x.shape, 1)))]
     if rule.kind == "dtype":
@@ -163,7 +172,7 @@ def test_no_operand_and_no_option_is_left_unjudged(contract):
     operands = {operand.name for operand in contract.operands}
     assert judged["dtype"] | judged["option"] == set(contract.by_name)
     assert operands <= judged["dtype"]
-    several = len(operands) > 1 and contract not in (LAYER_DECODE, LAYER_PREFILL)
+    several = len(operands) > 1 and contract not in LAYERS
     assert judged["device"] == (operands - {contract.anchor} if several else set())
     shapes = ("shape", "layout", "numel", "rank", "packed_width")
     by_shape = [rule.arguments for rule in contract.rules if rule.kind in shapes]

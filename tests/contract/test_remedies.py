@@ -13,7 +13,9 @@ from kda_contracts import (
     COMMIT,
     KDA_CONFIG,
     KDA_UPDATE,
+    LAYER_APPLY,
     LAYER_DECODE,
+    LAYER_PREFILL,
     LOG_DECAY,
     PACKED_DECODE,
     RECURRENT_KDA,
@@ -335,6 +337,70 @@ def test_where_a_third_operand_agrees_the_odd_one_is_named_alone():
     assert details(RECURRENT_KDA, wrong, "v") == (
         "expected [B, T, HV, V] = (3, 5, 4, 32), got (3, 6, 4, 32) float32",
     )
+
+
+OF_A_LAYERS_TOKENS = [
+    (
+        LAYER_PREFILL,
+        "x",
+        np.zeros((2, 3, 7), "f4"),
+        "rows of tokens are for kda_apply, without cache and slots; or lay them end to end: "
+        "x.reshape(6, 7) with cu_seqlens = np.arange(3) * 3",
+    ),
+    (
+        LAYER_APPLY,
+        "x",
+        np.zeros((3, 7), "f4"),
+        "one row, or sequences that lie end to end: x[None]",
+    ),
+    (
+        LAYER_APPLY,
+        "segment_ids",
+        np.ones((2, 3), bool),
+        "ids are integers, 0 for padding: segment_ids.astype('int32')",
+    ),
+    (
+        LAYER_APPLY,
+        "segment_ids",
+        np.ones((2, 4), "i4"),
+        "`x` (2, 3, 7) has T=3 and `segment_ids` (2, 4) has T=4: one of the two is wrong",
+    ),
+]
+OF_A_LAYERS_TOKENS_BESIDE_BOUNDARIES = [
+    (
+        dict(cu_seqlens=np.zeros(3, "i4")),
+        "x",
+        "lay the rows end to end, x.reshape(1, 6, 7); or tell the segments of each row by "
+        "`segment_ids`",
+    ),
+    (
+        dict(cu_seqlens=np.zeros(3, "i4"), segment_ids=np.ones((1, 3), "i4")),
+        "segment_ids",
+        "pass one of them; the segments of several rows are `segment_ids`",
+    ),
+]
+
+
+def of_a_layers_call(contract, changed):
+    """`{argument: its last line}` of the error that a call with this change gives."""
+    sizes = dict(D=7, H=2, HV=4, K=8, V=16, W=4)
+    more = sizes | dict(R=8, S=5, B=2, T=3, N=2)
+    if "segment_ids" in changed and "cu_seqlens" in changed:
+        more["B"] = 1
+    x = {o.name: np.zeros(o.shape(more), o.dtypes[0]) for o in contract.operands if o.required}
+    with pytest.raises(ContractError) as caught:
+        check(contract, sizes, **x | changed, norm_eps=1e-5)
+    return {y.argument: y.details[-1] for y in caught.value.violations}
+
+
+@pytest.mark.parametrize(("contract", "argument", "wrong", "line"), OF_A_LAYERS_TOKENS)
+def test_the_remedies_of_a_layers_tokens(contract, argument, wrong, line):
+    assert of_a_layers_call(contract, {argument: wrong}) == {argument: line}
+
+
+@pytest.mark.parametrize(("changed", "argument", "line"), OF_A_LAYERS_TOKENS_BESIDE_BOUNDARIES)
+def test_the_remedies_of_a_layers_tokens_beside_boundaries(changed, argument, line):
+    assert of_a_layers_call(LAYER_APPLY, changed) == {argument: line}
 
 
 SIZES = dict(H=4, HV=4, K=8, V=8, D=24, W=4)

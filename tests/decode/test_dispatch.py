@@ -141,6 +141,9 @@ def layer_arguments(name, **config):
     struct = jax.ShapeDtypeStruct
     arguments = dict(config=config)
     arguments["params"] = jax.eval_shape(lambda: kda_jax.init_params(config, jax.random.key(0)))
+    if name == "kda_apply":
+        ids = struct((3, 70), jnp.int32)
+        return arguments | dict(x=struct((3, 70, 32), jnp.bfloat16), segment_ids=ids)
     arguments["cache"] = jax.eval_shape(lambda: kda_jax.init_cache(config, 8))
     arguments["x"] = struct((5, 32) if name == "kda_decode" else (70, 32), jnp.bfloat16)
     arguments["slots"] = struct((5,) if name == "kda_decode" else (2,), jnp.int32)
@@ -183,9 +186,11 @@ CALLS = {
     "recurrent_kda": prefill_operands,
     "chunk_kda": prefill_operands,
     "commit": commit_operands,
+    "kda_apply": lambda: layer_arguments("kda_apply"),
     "kda_decode": lambda: layer_arguments("kda_decode"),
     "kda_prefill": lambda: layer_arguments("kda_prefill"),
 }
+PREFILL = ("chunk_kda", "kda_prefill", "kda_apply")
 # What a program has of each implementation: its inner jit.
 MARKS = {
     "mosaic_gpu": r"@kda_(packed_decode|update|chunk)_mosaic_gpu",
@@ -206,7 +211,7 @@ def test_what_explain_names_is_what_the_program_holds(monkeypatch, name, capabil
     op, arguments = getattr(kda_jax, name), CALLS[name]()
     explained = kda_jax.explain(op, **arguments)
     has_kernel = name != "commit" and (
-        capability == "9.0" or (capability == "10.0" and name not in ("chunk_kda", "kda_prefill"))
+        capability == "9.0" or (capability == "10.0" and name not in PREFILL)
     )
     assert explained.implementation == ("mosaic_gpu" if has_kernel else "xla")
     config = arguments.pop("config", None)
@@ -220,7 +225,7 @@ def test_what_explain_names_is_what_the_program_holds(monkeypatch, name, capabil
     ]
 
 
-@pytest.mark.parametrize("name", ["chunk_kda", "kda_prefill"])
+@pytest.mark.parametrize("name", PREFILL)
 def test_prefills_kernels_are_for_one_compute_capability(monkeypatch, name):
     op = getattr(kda_jax, name)
     for capability, expected in (

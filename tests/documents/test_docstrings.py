@@ -17,6 +17,7 @@ from kda_contracts import (
     FLOATS,
     GATED_RMS_NORM,
     KDA_UPDATE,
+    LAYER_APPLY,
     LAYER_DECODE,
     LAYER_PREFILL,
     LOG_DECAY,
@@ -34,7 +35,7 @@ CONTRACTS = {
         *(KDA_UPDATE, LOG_DECAY, PACKED_DECODE, RECURRENT_KDA),
     )
 }
-STEPS = {"kda_decode": LAYER_DECODE, "kda_prefill": LAYER_PREFILL}
+STEPS = {"kda_apply": LAYER_APPLY, "kda_decode": LAYER_DECODE, "kda_prefill": LAYER_PREFILL}
 ENTRY = re.compile(r"^  (\w+): (?:\w+, or |False; .* or )?`(\[[^`]*\])`\s+([^;:.(]*)", re.M)
 # How docstrings name a set of dtypes; the first two are explained in kda_jax/__init__.py.
 DTYPES = {FLOATS: "float", INDICES: "integer", ("int32", "int64"): "int32 or int64"}

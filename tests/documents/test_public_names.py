@@ -27,6 +27,7 @@ PUBLIC = [
     "gated_rms_norm",
     "init_cache",
     "init_params",
+    "kda_apply",
     "kda_beta",
     "kda_decode",
     "kda_log_decay",

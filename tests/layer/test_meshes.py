@@ -81,6 +81,11 @@ def operands(name, form="dense"):
     params = kda_jax.init_params(CONFIG, jax.random.key(1), dtype=jnp.float32)
     weights = {n: np.asarray(x) for n, x in vars(params).items() if x is not None}
     cache = dict(conv=normal(33, S, CONFIG.channels, 3), state=pool)
+    if name == "kda_apply":
+        rows, tokens = (1, T) if form == "varlen" else (B, 5)
+        x = weights | dict(x=normal(35, rows, tokens, CONFIG.D))
+        ids = np.array([[4, 4, 2, 2, 0], [1] * 5, [0, 3, 3, 3, 4], [7, 7, 7, 7, 8]], np.int32)
+        return x | (bounds if form == "varlen" else dict(segment_ids=ids))
     rows = B if name == "kda_decode" else T
     x = weights | cache | dict(x=normal(34, rows, CONFIG.D), slots=SLOTS)
     return x if name == "kda_decode" else x | dict(cu_seqlens=BOUNDS["varlen"])
@@ -88,11 +93,13 @@ def operands(name, form="dense"):
 
 def run(name, x, **options):
     """The results of a call, in one tuple."""
-    if name in ("kda_decode", "kda_prefill"):
+    if name in ("kda_apply", "kda_decode", "kda_prefill"):
         x, step = dict(x), getattr(kda_jax, name)
         params = kda_jax.KDAParams(
             **{n: x.pop(n) for n in vars(PARAMS) if vars(PARAMS)[n] is not None}
         )
+        if name == "kda_apply":
+            return (step(params, config=CONFIG, **x, **options),)
         cache = kda_jax.KDACache(x.pop("conv"), x.pop("state"))
         y, cache = step(params, cache=cache, config=CONFIG, **x, **options)
         return y, cache.conv, cache.state
@@ -297,15 +304,18 @@ CUTS = [
         ("x", 0), ("x", 1), ("q_proj", 1), ("o_proj", 0), ("state", 0), ("conv", 1), ("slots", 0))),
     *(("kda_prefill", "varlen", n, axis) for n, axis in (
         ("x", 0), ("v_proj", 1), ("norm", 0), ("state", 1), ("conv", 0), ("slots", 0))),
+    *(("kda_apply", form, n, axis) for form, n, axis in (
+        ("dense", "x", 0), ("dense", "segment_ids", 0), ("dense", "v_proj", 1),
+        ("varlen", "x", 1), ("varlen", "o_proj", 0))),
 ]  # fmt: skip
 
 
-QUICK = (("k", 0), ("v", 1), ("v_proj", 1))
+QUICK = (("k", 0), ("v", 1), ("v_proj", 1), ("segment_ids", 0))
 
 
 def explicit_cases():
     for name, form, operand, axis in CUTS:
-        in_chunks, marks = name in ("chunk_kda", "kda_prefill"), ()
+        in_chunks, marks = name in ("chunk_kda", "kda_prefill", "kda_apply"), ()
         if in_chunks:
             marks = pytest.mark.slow if (operand, axis) in QUICK else pytest.mark.long
         yield pytest.param(name, form, operand, axis, marks=marks)

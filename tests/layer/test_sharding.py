@@ -14,6 +14,7 @@ from kda_contracts import (
     CHUNK_KDA,
     COMMIT,
     KDA_UPDATE,
+    LAYER_APPLY,
     LAYER_DECODE,
     LAYER_PREFILL,
     PACKED_DECODE,
@@ -248,6 +249,8 @@ CUTS = {
         num_accepted=P("dp"),
         cu_seqlens=CU_SEQLENS,
     ),
+    LAYER_APPLY: WEIGHTS
+    | dict(x=P("dp", None, None), segment_ids=P("dp", None), cu_seqlens=CU_SEQLENS),
     LAYER_DECODE: WEIGHTS | POOLS | dict(x=P("dp", None), slots=P("dp")),
     LAYER_PREFILL: WEIGHTS
     | POOLS
