@@ -117,6 +117,7 @@ def gradients(op, tensors, slots, d_out, d_state, l2norm):
     return jax.vjp(results, tensors)[1]((d_out, d_state))[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GRADIENT_CASES)
 @pytest.mark.parametrize("op", [kda_jax.chunk_kda, kda_jax.recurrent_kda])
