@@ -196,6 +196,21 @@ def test_forward_derivatives_and_hessians_are_those_of_the_recurrence(cu_seqlens
 
 
 @pytest.mark.slow
+def test_products_do_not_change_with_the_number_of_tokens():
+    """XLA tries several programs for each shape on a GPU: that took 80 s at 1024 tokens."""
+
+    def products(T):
+        x, slots = tokens(T, **SIZES)
+        step = jax.jit(jax.grad(loss_of(kda_jax.chunk_kda, slots, x["v"])))
+        lines = step.lower(x).as_text().splitlines()
+        shapes = {line.rpartition(" : ")[2] for line in lines if "stablehlo.dot_general" in line}
+        assert shapes
+        return shapes
+
+    assert products(2 * TURN) == products(7 * TURN + 5)
+
+
+@pytest.mark.slow
 def test_what_a_derivative_keeps_does_not_grow_with_what_a_turn_makes():
     """Of 8 turns instead of 2, temporaries grow by less than the operands and states do, twice."""
 
