@@ -1,13 +1,13 @@
 """A small model of KDA layers learns to recall, on a CPU in minutes.
 
-    python examples/train.py [--steps 2000] [--folder recall] [--seed 0] [--pairs 8] [--keys 64]
+    python examples/train.py [--steps 2500] [--folder recall] [--seed 0] [--pairs 8] [--keys 64]
 
 A sequence is pairs of a key and a value, then the same keys in another order; the model must say
 the value of each. Values are drawn anew for each sequence, so that nothing can be learned by heart:
 the layer's state must hold the pairs. The program prints the share of values recalled in sequences
 that it did not train on, and draws loss and recall into a picture. It saves as it goes, and a run
-with the same options goes on from the last checkpoint, to the same result. It needs the extra
-`train`.
+with the same options goes on from the last checkpoint, to the same result. It needs the dependency
+group `train`.
 """
 
 import argparse
@@ -231,7 +231,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--folder", default="recall", help="of the checkpoints and the picture")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--until", type=int, help="stop there, to go on another time")
