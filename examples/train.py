@@ -216,8 +216,10 @@ def draw(path, curves, options):
     steps = np.arange(1, options.steps + 1)
     measured = np.isfinite(curves["recall"])
     left.plot(steps, curves["loss"], linewidth=0.8)
-    left.axhline(np.log(options.keys), color="gray", linestyle="--", label="any of all values")
-    left.axhline(np.log(options.pairs), color="gray", linestyle=":", label="any value of its own")
+    left.axhline(
+        np.log(options.keys), color="gray", linestyle="--", label="a guess among all values"
+    )
+    left.axhline(np.log(options.pairs), color="gray", linestyle=":", label="among those told")
     left.set(xlabel="step", ylabel="loss, nats an answer", ylim=(0, None))
     left.legend(fontsize=8)
     right.plot(steps[measured], curves["recall"][measured], "o-", markersize=3)

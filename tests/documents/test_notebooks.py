@@ -19,7 +19,8 @@ def printed(cell):
 
 
 def test_the_notebooks_are_found():
-    assert [path.stem for path in NOTEBOOKS] == ["01_contracts", "02_packed_decode", "03_layer"]
+    names = ["01_contracts", "02_packed_decode", "03_layer", "04_training"]
+    assert [path.stem for path in NOTEBOOKS] == names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -102,7 +102,7 @@ def test_the_loss_falls_within_40_steps(run, example, tmp_path, capsys):
     assert run(tmp_path, draw=watched) == 0
     loss = seen["loss"]
     assert np.isfinite(loss).all() and loss.shape == (40,)
-    # 3.6 to 2.5 as seen. It begins above a guess among all tokens, and ends at one among the values.
+    # From above a guess among all tokens to one among the values: 3.6 to 2.5 as seen.
     assert loss[:3].mean() > np.log(24)
     assert loss[-5:].mean() < np.log(12) + 0.15
     assert capsys.readouterr().out.startswith("recall 0.")
