@@ -11,7 +11,6 @@ import pytest
 
 PATH = Path(__file__).parents[2] / "examples" / "train.py"
 TINY = dict(pairs=3, keys=12, batch=16, layers=1, width=16, heads=1, head_width=8, rate=0.03)
-# On JAX 0.11.2 a CPU compiles the training step for minutes; on 0.12.0.1 for seconds.
 pytestmark = pytest.mark.slow
 
 
