@@ -90,11 +90,18 @@ def one_by_one(name):
 
 
 def assert_slopes(got, wanted, limit=2e-5):
+    """Of A_log and dt_bias within three times the limit.
+
+    Their slopes are sums of decays' over all tokens, which in chunks of other borders differ by
+    their rounding: in float32 chunk_kda has them within 1.6e-5 of the recurrence.
+    """
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for place, leaf in jax.tree_util.tree_leaves_with_path(wanted):
-        assert np.asarray(leaf).any(), place
-    for y, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert_near(y, w, limit)
+    for (place, w), y in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(got), strict=True
+    ):
+        assert np.asarray(w).any(), place
+        rounded = str(place[-1]) in (".A_log", ".dt_bias")
+        assert_near(y, w, 3 * limit if rounded else limit)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -270,7 +277,7 @@ def test_training_in_shard_map_with_its_check_on(by):
 
     (_, got), others = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
     assert_near(got, y, 2e-6)
-    assert_slopes(others, slopes, 5e-5)
+    assert_slopes(others, slopes)
 
 
 @pytest.mark.gpu
