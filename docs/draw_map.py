@@ -31,7 +31,7 @@ FLOORS = {
         4: (
             "a kernel; chunks; files",
             "their users are above",
-            "decode_mosaic_gpu_kernel prefill_plan stored",
+            "decode_mosaic_gpu_kernel prefill_plan prefill_walk stored",
         ),
         3: ("what they share", "gates, slots, weights", "gates slots sequences layouts weights"),
         2: ("a call", "Operands, Static", "call"),

@@ -50,7 +50,7 @@ def init_layer(config, key):
     """The weights of a KDA layer that can remember a sequence.
 
     `init_params` draws channels that forget within a few tokens. Here a token's step is 0.001 to
-    0.1, as in the layer of flash-linear-attention.
+    0.1, drawn evenly over its logarithm.
     """
     params = kda_jax.init_params(config, key, dtype=jnp.float32)
     step = jnp.exp(

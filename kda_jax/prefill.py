@@ -79,8 +79,8 @@ def chunk_kda(
       it too. float32 operands are multiplied in full float32; narrower ones with a GPU's default
       for float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32,
       and round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps
-      what `jax.checkpoint` may recompute, for a token and head with K = V = 128: 0.9 kB under the
-      name "kda_chunks", 1 kB under "kda_states" (`jax.ad_checkpoint.checkpoint_name`). A beta of 0
+      what `jax.checkpoint` may recompute, 1 kB for a token and head with K = V = 128 under each of
+      the names "kda_chunks" and "kda_states" (`jax.ad_checkpoint.checkpoint_name`). A beta of 0
       has its derivative to within 2**-100.
 
     Raises:
@@ -161,42 +161,34 @@ def _in_kernels(operands, *, static):
     # A second to load.
     from kda_jax import prefill_grad_mosaic_gpu, prefill_mosaic_gpu
 
-    tensors = 5  # q, k, v, log_decay and beta, before start and live
-    bounds = () if operands.cu_seqlens is None else (operands.cu_seqlens,)
-
-    def of(function):
-        def call_it(*x):
-            return function(*x, *() if bounds else (None,), static=static)
-
-        return call_it
-
-    def keeping(*x):
-        results, kept = of(prefill_mosaic_gpu.with_residuals)(*x)
-        return results, (x[:tensors], x[tensors + 1 :], kept)
-
-    def gradients(saved, cotangents):
-        x, (live, *bounds), kept = saved
-        found = prefill_grad_mosaic_gpu.gradients(
-            x, live, bounds[0] if bounds else None, kept, *cotangents, static=static
+    plain, kernels, keeping = (
+        functools.partial(function, static=static)
+        for function in (
+            prefill_xla.chunks_and_states,
+            prefill_mosaic_gpu.chunks_and_states,
+            prefill_mosaic_gpu.with_residuals,
         )
-        return (*found, None, *(None for _ in bounds))
+    )
+    gradients = functools.partial(prefill_grad_mosaic_gpu.gradients, static=static)
+
+    def forward(*x):
+        results, kept = keeping(*x)
+        *tensors, _, live, cu_seqlens = x
+        return results, (tensors, live, cu_seqlens, kept)
+
+    def backward(saved, cotangents):
+        return *gradients(*saved, *cotangents), None, None  # live and cu_seqlens have none
 
     def named(saved):
-        x, others, kept = saved
+        *others, kept = saved
         kept = {
             name: checkpoint_name(y, "kda_states" if name in STATES else "kda_chunks")
             for name, y in kept._asdict().items()
         }
-        return x, others, prefill_mosaic_gpu.Kept(**kept)
+        return *others, prefill_mosaic_gpu.Kept(**kept)
 
-    run = with_transforms_of(
-        of(prefill_xla.chunks_and_states),
-        of(prefill_mosaic_gpu.chunks_and_states),
-        keeping,
-        gradients,
-        named,
-    )
-    return _over_pool(operands, static, lambda *x, static: run(*x[:-1], *bounds))
+    run = with_transforms_of(plain, kernels, forward, backward, named)
+    return _over_pool(operands, static, lambda *x, static: run(*x))
 
 
 def _over_pool(operands, static, chunks_and_states):

@@ -7,9 +7,8 @@ state lacks, e = T^-T dnew:
     dv = beta e      dbeta = e . new / beta       dA = -e new^T      dscores = dout new^T
     dq' = dout S0    d(k exp(G)) = -dv S0         dk' = new dS1
 
-The first kernel walks the chunks of a sequence backwards, as the second one of prefill walks them
-forwards: TILE value columns of one head in each block, dS in registers. The second makes what all
-key channels of a chunk share: dv, dbeta, and the derivatives of both kinds of scores. The third
+The first kernel walks back over the chunks of a sequence (`prefill_walk.py`). The second makes what
+all key channels of a chunk share: dv, dbeta, and the derivatives of both kinds of scores. The third
 takes CHANNELS key channels of a chunk: dq, dk and those of the log decays.
 
 The pairs of a level (`prefill_mosaic_gpu.py`) hang on a log decay only through sums between a token
@@ -30,6 +29,7 @@ from jax import lax
 from kda_jax import gates
 from kda_jax.mosaic import divide, to_memory
 from kda_jax.prefill_plan import betas, in_chunks, in_log2, out_of_chunks, plan_chunks
+from kda_jax.prefill_walk import TILE, launch_walk
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import (
     CHUNK,
@@ -42,13 +42,12 @@ from kda_jax.wgmma import (
     launch,
     load,
     products,
+    rest_of,
     shared,
     zeros,
 )
 
-TILE = 32
 CHANNELS = 64
-STAGES = 3  # chunks in shared memory in the first kernel, the present one included
 
 
 def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
@@ -117,100 +116,68 @@ def _walk_back(w, scores, q, k, last, d_out, d_after, chunks, *, sizes):
       d_states: `[n, lanes, HV, K, V]`, of the state behind a chunk.
       d_start: `[sequences, HV, K, V]` float32.
     """
-    HV, K, V = sizes.HV, sizes.K, sizes.V
-    sequences, each = d_after.shape[0], w.shape[:3]
+    K, V = sizes.K, sizes.V
+    each = w.shape[:3]
     operands = dict(w=w, q=q, k=k, scores=scores, d_out=d_out, last=last)
     operands |= dict(d_after=d_after, chunks=chunks)
     results = dict(
         falls=jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW),
         falls_low=jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW),
         d_states=jax.ShapeDtypeStruct((*each, K, V), NARROW),
-        d_start=jax.ShapeDtypeStruct((sequences, HV, K, V), jnp.float32),
+        d_start=jax.ShapeDtypeStruct(d_after.shape, jnp.float32),
     )
     scratch = dict(
-        w_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
-        q_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
-        k_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
-        d_out_s=plgpu.SMEM((STAGES, CHUNK, TILE), NARROW),
-        scores_s=plgpu.SMEM((STAGES, CHUNK, CHUNK), NARROW),
-        last_s=plgpu.SMEM((STAGES, K), jnp.float32),
         state_s=plgpu.SMEM((K, TILE), NARROW),
         fall_s=plgpu.SMEM((CHUNK, TILE), NARROW),
         low_s=plgpu.SMEM((CHUNK, TILE), NARROW),
-        loaded=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
-        used=plgpu.Barrier(num_barriers=STAGES),
     )
-
-    def body(**refs):
-        _walk_back_body(refs, HV=HV, tiles=V // TILE)
-
-    return launch(
-        body,
+    fetched = dict.fromkeys(("w", "q", "k"), (CHUNK, K))
+    fetched |= dict(d_out=(CHUNK, TILE), scores=(CHUNK, CHUNK), last=(K,))
+    return launch_walk(
+        _retreat,
+        _sources,
         operands,
         results,
+        fetched,
         scratch,
-        blocks=sequences * HV * (V // TILE),
+        first="d_after",
+        last="d_start",
+        sizes=sizes,
         name="kda_prefill_grad_states",
-        warpgroups=2,
+        back=True,
     )
 
 
-def _walk_back_body(refs, *, HV, tiles):
-    block = lax.axis_index("block")  # tiles fastest: they share w, q, k and the scores
-    sequence_and_head, tile = divide(block, tiles)
-    sequence, head = divide(sequence_and_head, HV)
-    columns = pl.ds(tile * TILE, TILE)
-    one_lane_each = refs["chunks"].shape[0] == 2
-    at, lane = (0, sequence) if one_lane_each else (sequence, 0)
-    first = refs["chunks"][at]
-    steps = refs["chunks"][at + 1] - first
-    loaded, used = refs["loaded"], refs["used"]
+def _sources(refs, place, chunk):
+    names = ("w", "q", "k", "scores", "last")
+    sources = {name: refs[name].at[chunk, place.lane, place.head] for name in names}
+    d_out = refs["d_out"].at[place.lane, chunk, :, place.head, place.columns]
+    return sources | dict(d_out=d_out)
 
-    def fetch(step, _):
-        chunk, stage = first + steps - 1 - step, lax.rem(step, jnp.int32(STAGES))
-        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
-        for name in ("w", "q", "k", "d_out", "scores", "last"):
-            source = refs[name]
-            if name == "d_out":
-                source = source.at[lane, chunk, :, head, columns]
-            else:
-                source = source.at[chunk, lane, head]
-            plgpu.copy_gmem_to_smem(source, refs[name + "_s"].at[stage], loaded.at[stage])
 
-    def retreat(step, state):
-        chunk, stage = first + steps - 1 - step, lax.rem(step, jnp.int32(STAGES))
-        state_s, fall_s, low_s = (refs[name] for name in ("state_s", "fall_s", "low_s"))
-        w_s, q_s, k_s, d_out_s, scores_s, last_s = (
-            refs[name + "_s"].at[stage] for name in ("w", "q", "k", "d_out", "scores", "last")
-        )
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last step's copies of these
-        plgpu.commit_smem()
-        state_s[...] = state.astype(NARROW)
-        plgpu.barrier_wait(loaded.at[stage])
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(state_s, refs["d_states"].at[chunk, lane, head, :, columns])
-        (rise,) = products((scores_s.transpose((1, 0)), d_out_s, zeros(TILE)))
-        (rise,) = products((k_s, state_s, rise))
-        fall = (-rise).astype(NARROW)
-        fall_s[...], low_s[...] = fall, (-rise - fall.astype(jnp.float32)).astype(NARROW)
-        plgpu.commit_smem()
-        for name, ref in dict(falls=fall_s, falls_low=low_s).items():
-            plgpu.copy_smem_to_gmem(ref, refs[name].at[chunk, lane, head, :, columns])
-        state = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
-        (state,) = products((q_s.transpose((1, 0)), d_out_s, state))
-        (state,) = products((w_s.transpose((1, 0)), fall_s, state))
-        plgpu.barrier_arrive(used.at[stage])
-        return state
-
-    def walk():
-        state = load(refs["d_after"].at[sequence, head, :, columns])
-        state = lax.fori_loop(0, steps, retreat, state)
-        to_memory(refs["d_start"].at[sequence, head, :, columns], state)
-        plgpu.wait_smem_to_gmem(0)
-
-    walking = lax.axis_index("warpgroup") == 0  # the other one fetches
-    pl.when(jnp.logical_not(walking))(lambda: lax.fori_loop(0, steps, fetch, None))
-    pl.when(walking)(walk)
+def _retreat(refs, place, chunk, stage, state):
+    state_s, fall_s, low_s = (refs[name] for name in ("state_s", "fall_s", "low_s"))
+    w_s, q_s, k_s, d_out_s, scores_s, last_s = (
+        refs[name + "_s"].at[stage] for name in ("w", "q", "k", "d_out", "scores", "last")
+    )
+    tile = (chunk, place.lane, place.head, slice(None), place.columns)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the step before stores of these
+    plgpu.commit_smem()
+    state_s[...] = state.astype(NARROW)
+    plgpu.barrier_wait(refs["loaded"].at[stage])
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(state_s, refs["d_states"].at[tile])
+    (rise,) = products((scores_s.transpose((1, 0)), d_out_s, zeros(TILE)))
+    (rise,) = products((k_s, state_s, rise))
+    fall_s[...], low_s[...] = (-rise).astype(NARROW), rest_of(-rise)
+    plgpu.commit_smem()
+    for name, ref in dict(falls=fall_s, falls_low=low_s).items():
+        plgpu.copy_smem_to_gmem(ref, refs[name].at[tile])
+    state = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
+    (state,) = products((q_s.transpose((1, 0)), d_out_s, state))
+    (state,) = products((w_s.transpose((1, 0)), fall_s, state))
+    plgpu.barrier_arrive(refs["used"].at[stage])
+    return state
 
 
 def _share(d_out, changes, changes_low, falls, falls_low, inverse, beta, *, sizes):
@@ -262,7 +229,8 @@ def _share_body(refs, *, lanes, HV, V):
     beta = load(refs["beta"].at[chunk, lane, head], LAYOUT.reduce(1))
     row, col = iota(0, CHUNK), iota(1, CHUNK)
     plgpu.barrier_wait(refs["loaded"])
-    # Its negative. Here the changes and their derivatives have 16 bits: 8 make twice the error.
+    # Its negative. Here the changes and their derivatives have 16 bits: with the 8 of bfloat16
+    # beta's derivative, a quotient of theirs, errs most of all.
     backwards = inverse_s.transpose((1, 0))
     (e,) = products((backwards, falls_s, zeros(V)))
     (e,) = products((backwards, refs["falls_low_s"], e))
@@ -414,7 +382,7 @@ def _spread_body(refs, *, lanes, sizes):
         plgpu.commit_smem()  # all warps have read one_s and two_s
         one_s[...], two_s[...] = either.astype(NARROW), keys.astype(NARROW)
         plgpu.commit_smem()
-        # The two halves of a block of 2 half tokens.
+        # `pairs_of_level`, in fewer registers: of numbers for rows and for columns alone.
         pairs = along((rows & -half) ^ half, CHUNK, 0) == along(cols & -half, CHUNK, 1)
         nothing = NARROW(0)
         by_scores, by_keys = products(

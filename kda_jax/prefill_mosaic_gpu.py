@@ -1,9 +1,8 @@
 """Prefill in chunks as two Pallas Mosaic GPU kernels, for compute capability 9.0 (its wgmma).
 
 The first takes a chunk of 64 tokens of one head for each warpgroup and makes what needs no state:
-w, u, the scores, q exp(G), k exp(G_last - G) and exp(G_last) of `prefill_xla.py`. The second takes
-TILE value columns of one head of one sequence, and walks its chunks with the state in registers,
-transposed (`[K, TILE]`), while another warpgroup copies the chunks ahead into shared memory:
+w, u, the scores, q exp(G), k exp(G_last - G) and exp(G_last) of `prefill_xla.py`. The second walks
+over the chunks of a sequence (`prefill_walk.py`):
 
     new = u - w S^T      out = (q exp(G)) S^T + scores new      S^T <- exp(G_last) S^T + k'^T new
 
@@ -33,6 +32,7 @@ from kda_contracts import Sizes
 from kda_jax import gates
 from kda_jax.mosaic import divide, to_memory
 from kda_jax.prefill_plan import ALIGNED, betas, in_log2, plan_chunks
+from kda_jax.prefill_walk import TILE, launch_walk
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import (
     CHUNK,
@@ -46,13 +46,12 @@ from kda_jax.wgmma import (
     load,
     pairs_of_level,
     products,
+    rest_of,
     shared,
     zeros,
 )
 
-TILE = 32
 ROW_BYTES = 128  # where a copy from shared memory may begin
-STAGES = 3  # chunks in shared memory in the second kernel, the present one included
 CAPABILITIES = (9.0, 9.0)  # wgmma is of this compute capability alone
 
 
@@ -118,9 +117,7 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep):
         keep=keep,
     )
     start = jnp.swapaxes(start, 2, 3)
-    if (
-        cu_seqlens is not None
-    ):  # the tokens before the first sequence and behind the last are sequences too
+    if not plan.dense:  # the tokens before the first sequence and behind the last are sequences too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
     out, after, *walked = _walk_chunks(
         w,
@@ -133,7 +130,7 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep):
         keep=keep,
     )
     out, after = unfused((out, after))
-    if cu_seqlens is not None:
+    if not plan.dense:
         after = after[1:-1]
     kept = Kept(w, *made, *walked) if keep else None
     return (out[:, :T], jnp.swapaxes(after, 2, 3)), kept
@@ -154,7 +151,7 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, 
     }
     results["last_out"] = jax.ShapeDtypeStruct((n, lanes, HV, K), jnp.float32)
     if keep:
-        # Not rounded: with the changes it makes half of the error of beta's derivative.
+        # Not rounded, for beta's derivative: it divides the changes, which are made of u, by beta.
         results["u_out"] = jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, V), jnp.float32)
         results["inverse_out"] = jax.ShapeDtypeStruct((n, lanes, HV, CHUNK, CHUNK), NARROW)
     scratch = dict(
@@ -269,7 +266,7 @@ def _make_body(refs, *, sizes, maths):
     q_s[...] = (load(q_s).astype(f32) * since).astype(NARROW)
     until, totals = products(
         sums(rows + 1, jnp.full_like(rows, CHUNK - 1)),
-        (decay_s.transpose((1, 0)), ones_s, plgpu.layout_cast(jnp.zeros((K, CHUNK), f32), LAYOUT)),
+        (decay_s.transpose((1, 0)), ones_s, zeros(CHUNK, rows=K)),
     )
     to_memory(
         refs["last_out"].at[chunk, lane, head], jnp.exp2(totals.max(1))
@@ -299,130 +296,100 @@ def _walk_chunks(
     `[n, lanes, HV, CHUNK, V]`, and what bfloat16 leaves of them.
     """
     HV, K, V = sizes.HV, sizes.K, sizes.V
-    sequences, each = start.shape[0], (*begin.shape, HV)
+    each = *begin.shape, HV
     operands = dict(w=w, u=u, scores=scores, q=q, k=k, last=last)
     operands |= dict(start=start, chunks=chunks, begin=begin, low=low, high=high)
     results = dict(
         out=jax.ShapeDtypeStruct((sizes.B, length, HV, V), out_dtype),
-        after=jax.ShapeDtypeStruct((sequences, HV, K, V), jnp.float32),
+        after=jax.ShapeDtypeStruct(start.shape, jnp.float32),
     )
     if keep:
         results["states"] = jax.ShapeDtypeStruct((*each, K, V), NARROW)
         for name in ("changes", "changes_low"):
             results[name] = jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW)
     scratch = dict(
-        w_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
-        q_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
-        k_s=plgpu.SMEM((STAGES, CHUNK, K), NARROW),
-        u_s=plgpu.SMEM((STAGES, CHUNK, TILE), u.dtype),
-        scores_s=plgpu.SMEM((STAGES, CHUNK, CHUNK), NARROW),
-        last_s=plgpu.SMEM((STAGES, K), jnp.float32),
         state_s=plgpu.SMEM((K, TILE), NARROW),
         new_s=plgpu.SMEM((CHUNK, TILE), NARROW),
-        low_s=plgpu.SMEM((CHUNK, TILE), NARROW),
+        **(dict(low_s=plgpu.SMEM((CHUNK, TILE), NARROW)) if keep else {}),
         out_s=plgpu.SMEM((CHUNK, TILE), out_dtype, transforms=()),
         rows_s=plgpu.SMEM(
             (CHUNK, ROW_BYTES // jnp.dtype(out_dtype).itemsize), out_dtype, transforms=()
         ),
-        loaded=plgpu.Barrier(num_arrivals=6, num_barriers=STAGES),
-        used=plgpu.Barrier(num_barriers=STAGES),
     )
-
-    def body(**refs):
-        _walk_body(refs, HV=HV, tiles=V // TILE)
-
-    return launch(
-        body,
+    fetched = dict.fromkeys(("w", "q", "k"), (CHUNK, K))
+    fetched |= dict(u=(CHUNK, TILE), scores=(CHUNK, CHUNK), last=(K,))
+    return launch_walk(
+        _advance,
+        _sources,
         operands,
         results,
+        fetched,
         scratch,
-        blocks=sequences * HV * (V // TILE),
+        first="start",
+        last="after",
+        sizes=sizes,
         name="kda_prefill_states",
-        warpgroups=2,
     )
 
 
-def _walk_body(refs, *, HV, tiles):
-    block = lax.axis_index("block")  # tiles fastest: they share w, q, k and the scores
-    sequence_and_head, tile = divide(block, tiles)
-    sequence, head = divide(sequence_and_head, HV)
-    columns = pl.ds(tile * TILE, TILE)
-    one_lane_each = (
-        refs["chunks"].shape[0] == 2
-    )  # dense: all sequences have the same chunks, each in its own lane
-    at, lane = (0, sequence) if one_lane_each else (sequence, 0)
-    first = refs["chunks"][at]
-    steps = refs["chunks"][at + 1] - first
-    loaded, used = refs["loaded"], refs["used"]
-
-    def fetch(step, _):
-        stage = lax.rem(step, jnp.int32(STAGES))
-        pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
-        for name in ("w", "q", "k", "u", "scores", "last"):
-            source = refs[name].at[first + step, lane, head]
-            source = source.at[:, columns] if name == "u" else source
-            plgpu.copy_gmem_to_smem(source, refs[name + "_s"].at[stage], loaded.at[stage])
-
-    walking = lax.axis_index("warpgroup") == 0  # the other one fetches
-    pl.when(jnp.logical_not(walking))(lambda: lax.fori_loop(0, steps, fetch, None))
-    pl.when(walking)(lambda: _walk(refs, sequence, lane, head, columns, first, steps))
+def _sources(refs, place, chunk):
+    names = ("w", "q", "k", "u", "scores", "last")
+    sources = {name: refs[name].at[chunk, place.lane, place.head] for name in names}
+    return sources | dict(u=sources["u"].at[:, place.columns])
 
 
-def _walk(refs, sequence, lane, head, columns, first, steps):
+def _advance(refs, place, chunk, stage, state):
     out, state_s, new_s, out_s, rows_s = (
         refs[name] for name in ("out", "state_s", "new_s", "out_s", "rows_s")
     )
-
-    def advance(step, state):
-        chunk, stage = first + step, lax.rem(step, jnp.int32(STAGES))
-        begin, low, high = (refs[name][chunk, lane] for name in ("begin", "low", "high"))
-        w_s, u_s, scores_s, q_s, k_s, last_s = (
-            refs[name + "_s"].at[stage] for name in ("w", "u", "scores", "q", "k", "last")
-        )
-        keep = "states" in refs
-        if keep:  # what the step before stores of these
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()
-        state_s[...] = state.astype(NARROW)
-        plgpu.barrier_wait(refs["loaded"].at[stage])
-        plgpu.commit_smem()
-        if keep:
-            plgpu.copy_smem_to_gmem(state_s, refs["states"].at[chunk, lane, head, :, columns])
-        erased, shown = products((w_s, state_s, zeros(TILE)), (q_s, state_s, zeros(TILE)))
-        new = load(u_s).astype(jnp.float32) - erased
-        new_s[...] = new.astype(NARROW)
-        if keep:
-            refs["low_s"][...] = (new - new.astype(NARROW).astype(jnp.float32)).astype(NARROW)
-        plgpu.commit_smem()
-        if keep:
-            for name, ref in dict(changes=new_s, changes_low=refs["low_s"]).items():
-                plgpu.copy_smem_to_gmem(ref, refs[name].at[chunk, lane, head, :, columns])
-        kept = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
-        state, shown = products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
-        plgpu.barrier_arrive(refs["used"].at[stage])
-        shown = shown.astype(out.dtype)
-        whole = (low == 0) & (high == CHUNK)
+    begin, low, high = (refs[name][chunk, place.lane] for name in ("begin", "low", "high"))
+    w_s, u_s, scores_s, q_s, k_s, last_s = (
+        refs[name + "_s"].at[stage] for name in ("w", "u", "scores", "q", "k", "last")
+    )
+    keep = "states" in refs
+    tile = (chunk, place.lane, place.head, slice(None), place.columns)
+    if keep:  # what the step before stores of these
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+    state_s[...] = state.astype(NARROW)
+    plgpu.barrier_wait(refs["loaded"].at[stage])
+    plgpu.commit_smem()
+    if keep:
+        plgpu.copy_smem_to_gmem(state_s, refs["states"].at[tile])
+    erased, shown = products((w_s, state_s, zeros(TILE)), (q_s, state_s, zeros(TILE)))
+    new = load(u_s).astype(jnp.float32) - erased
+    new_s[...] = new.astype(NARROW)
+    if keep:
+        refs["low_s"][...] = rest_of(new)
+    plgpu.commit_smem()
+    if keep:
+        for name, ref in dict(changes=new_s, changes_low=refs["low_s"]).items():
+            plgpu.copy_smem_to_gmem(ref, refs[name].at[tile])
+    kept = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
+    state, shown = products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
+    plgpu.barrier_arrive(refs["used"].at[stage])
+    shown = shown.astype(out.dtype)
+    whole = (low == 0) & (high == CHUNK)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(whole)
-        def _():
-            to_memory(out_s, shown)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s, out.at[lane, pl.ds(begin, CHUNK), head, columns])
+    def to_tokens(source, first, count):
+        rows = pl.ds(first, count)
+        plgpu.copy_smem_to_gmem(source, out.at[place.lane, rows, place.head, place.columns])
 
-        @pl.when(jnp.logical_not(whole))
-        def _():  # row by row: the others are tokens of other sequences
-            to_memory(rows_s.at[:, pl.ds(0, TILE)], shown)
-            plgpu.commit_smem()
+    @pl.when(whole)
+    def _():
+        to_memory(out_s, shown)
+        plgpu.commit_smem()
+        to_tokens(out_s, begin, CHUNK)
 
-            def one(row, _):
-                source = rows_s.at[pl.ds(row, 1), pl.ds(0, TILE)]
-                plgpu.copy_smem_to_gmem(source, out.at[lane, pl.ds(begin + row, 1), head, columns])
+    @pl.when(jnp.logical_not(whole))
+    def _():  # row by row: the others are tokens of other sequences
+        to_memory(rows_s.at[:, pl.ds(0, TILE)], shown)
+        plgpu.commit_smem()
 
-            lax.fori_loop(low, high, one, None)
+        def one(row, _):
+            to_tokens(rows_s.at[pl.ds(row, 1), pl.ds(0, TILE)], begin + row, 1)
 
-        return state
+        lax.fori_loop(low, high, one, None)
 
-    state = lax.fori_loop(0, steps, advance, load(refs["start"].at[sequence, head, :, columns]))
-    to_memory(refs["after"].at[sequence, head, :, columns], state)
-    plgpu.wait_smem_to_gmem(0)
+    return state

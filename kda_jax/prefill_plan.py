@@ -1,5 +1,7 @@
 """Where the chunks of the prefill kernels lie: which tokens each holds, and the way there and back.
 
+And how decays and betas come there, which the kernels of both passes read alike.
+
 A chunk begins at a multiple of ALIGNED tokens, where a copy to shared memory may begin. So the
 chunks of two sequences that lie end to end may share some tokens; a row of a chunk that is no token
 of its sequence is masked.

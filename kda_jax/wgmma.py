@@ -86,3 +86,8 @@ def decays_between(index, half):
 def pairs_of_level(row, col, half):
     """Which entries of a `[CHUNK, CHUNK]` are of this level's pairs, on either side."""
     return ((row ^ col) >= half) & ((row ^ col) < 2 * half)
+
+
+def rest_of(x):
+    """What bfloat16 leaves of float32 x, in bfloat16: together they have 16 bits."""
+    return (x - x.astype(NARROW).astype(jnp.float32)).astype(NARROW)

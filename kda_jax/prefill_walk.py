@@ -1,0 +1,100 @@
+"""A walk over the chunks of a sequence, forwards or back: what both kernels that do so share.
+
+A block takes TILE value columns of one head of one sequence. One warpgroup holds the state in
+registers, transposed (`[K, TILE]`), while another copies the chunks ahead into shared memory.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from kda_jax.mosaic import divide, to_memory
+from kda_jax.wgmma import launch, load
+
+TILE = 32
+STAGES = 3  # chunks in shared memory, the present one included
+
+
+class Place(NamedTuple):
+    """What a block works on."""
+
+    sequence: jax.Array
+    lane: jax.Array | int
+    head: jax.Array
+    columns: pl.Slice
+
+
+def launch_walk(
+    step, sources, operands, results, fetched, scratch, *, first, last, sizes, name, back=False
+):
+    """Runs `step` over the chunks of every sequence; the results in the order of `results`.
+
+    Args:
+      step: `(refs, place, chunk, stage, state) -> state`. It waits for `refs["loaded"].at[stage]`
+        before it reads what was fetched, `refs[name + "_s"].at[stage]`, and arrives at
+        `refs["used"].at[stage]` behind that.
+      sources: `(refs, place, chunk)` to what is fetched of a chunk, by name.
+      operands: with `chunks`, as in `Plan`.
+      fetched: the shape of each part in shared memory, by its operand's name.
+      first, last: the names of the operand and of the result, `[sequences, HV, K, V]` float32, that
+        have the states where the walk begins and ends.
+      back: whether it begins at the last chunk.
+    """
+    HV, tiles = sizes.HV, sizes.V // TILE
+    staged = {
+        f"{part}_s": plgpu.SMEM((STAGES, *shape), operands[part].dtype)
+        for part, shape in fetched.items()
+    }
+    barriers = dict(
+        loaded=plgpu.Barrier(num_arrivals=len(fetched), num_barriers=STAGES),
+        used=plgpu.Barrier(num_barriers=STAGES),
+    )
+
+    def body(**refs):
+        block = lax.axis_index("block")  # tiles fastest: they share all else that is fetched
+        sequence_and_head, tile = divide(block, tiles)
+        sequence, head = divide(sequence_and_head, HV)
+        # Dense: all sequences have the same chunks, each in its own lane.
+        one_lane_each = refs["chunks"].shape[0] == 2
+        at, lane = (0, sequence) if one_lane_each else (sequence, 0)
+        place = Place(sequence, lane, head, pl.ds(tile * TILE, TILE))
+        begin = refs["chunks"][at]
+        steps = refs["chunks"][at + 1] - begin
+        loaded, used = refs["loaded"], refs["used"]
+
+        def at_step(number):
+            chunk = begin + steps - 1 - number if back else begin + number
+            return chunk, lax.rem(number, jnp.int32(STAGES))
+
+        def fetch(number, _):
+            chunk, stage = at_step(number)
+            pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(used.at[stage]))
+            for part, source in sources(refs, place, chunk).items():
+                plgpu.copy_gmem_to_smem(source, refs[part + "_s"].at[stage], loaded.at[stage])
+
+        def walk():
+            tile = (sequence, head, slice(None), place.columns)
+            state = load(refs[first].at[tile])
+            state = lax.fori_loop(
+                0, steps, lambda number, state: step(refs, place, *at_step(number), state), state
+            )
+            to_memory(refs[last].at[tile], state)
+            plgpu.wait_smem_to_gmem(0)
+
+        walking = lax.axis_index("warpgroup") == 0  # the other one fetches
+        pl.when(jnp.logical_not(walking))(lambda: lax.fori_loop(0, steps, fetch, None))
+        pl.when(walking)(walk)
+
+    return launch(
+        body,
+        operands,
+        results,
+        staged | scratch | barriers,
+        blocks=operands[first].shape[0] * HV * tiles,
+        name=name,
+        warpgroups=2,
+    )
