@@ -35,11 +35,11 @@ FLOORS = {
         ),
         3: ("what they share", "gates, slots, weights", "gates slots sequences layouts weights"),
         2: ("a call", "Operands, Static", "call"),
-        1: ("the pool", "as XLA reads and writes it", "pools"),
+        1: ("the pool; wgmma", "as XLA reads and writes it", "pools wgmma"),
         0: (
             "JAX, Mosaic, Triton",
             "no word of a call",
-            "transforms mosaic wgmma decode_triton_kernel",
+            "transforms mosaic decode_triton_kernel",
         ),
     },
     "kda_contracts": {

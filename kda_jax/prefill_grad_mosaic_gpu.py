@@ -37,6 +37,7 @@ from kda_jax.wgmma import (
     LEVELS,
     NARROW,
     along,
+    chunk_lane_and_head,
     decays_between,
     iota,
     launch,
@@ -217,8 +218,7 @@ def _share(d_out, changes, changes_low, falls, falls_low, inverse, beta, *, size
 
 
 def _share_body(refs, *, lanes, HV, V):
-    chunk_and_lane, head = divide(lax.axis_index("block"), HV)
-    chunk, lane = divide(chunk_and_lane, lanes)
+    chunk, lane, head = chunk_lane_and_head(lax.axis_index("block"), lanes, HV)
     d_out_s, changes_s, falls_s, inverse_s, square_s = (
         refs[name + "_s"] for name in ("d_out", "changes", "falls", "inverse", "square")
     )
@@ -299,9 +299,8 @@ def _spread_body(refs, *, lanes, sizes):
     Over 60 lines, since its parts share the chunk's shared memory and masks.
     """
     HV, K, V, f32 = sizes.HV, sizes.K, sizes.V, jnp.float32
-    rest, part = divide(lax.axis_index("block"), K // CHANNELS)
-    chunk_and_lane, head = divide(rest, HV)
-    chunk, lane = divide(chunk_and_lane, lanes)
+    of_head, part = divide(lax.axis_index("block"), K // CHANNELS)
+    chunk, lane, head = chunk_lane_and_head(of_head, lanes, HV)
     group, _ = divide(head, HV // sizes.H)
     channels = pl.ds(part * CHANNELS, CHANNELS)
     q_s, k_s, decay_s, one_s, two_s, sums_s, last_s = (

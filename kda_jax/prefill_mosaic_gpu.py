@@ -40,6 +40,7 @@ from kda_jax.wgmma import (
     LEVELS,
     NARROW,
     along,
+    chunk_lane_and_head,
     decays_between,
     iota,
     launch,
@@ -184,9 +185,8 @@ def _make_body(refs, *, sizes, maths):
     q_s, k_s, v_s, decay_s, keys_s, queries_s, square_s, ones_s = (
         refs[name + "_s"] for name in ("q", "k", "v", "decay", "keys", "queries", "square", "ones")
     )
-    block = lax.axis_index("block")  # heads fastest: they lie side by side in memory
-    chunk_and_lane, head = divide(block, HV)
-    chunk, lane = divide(chunk_and_lane, refs["begin"].shape[1])
+    block, lanes = lax.axis_index("block"), refs["begin"].shape[1]
+    chunk, lane, head = chunk_lane_and_head(block, lanes, HV)
     group, _ = divide(head, HV // sizes.H)
     begin = pl.multiple_of(refs["begin"][chunk, lane], ALIGNED)
     low, shown = refs["low"][chunk, lane], refs["shown"][chunk, lane]

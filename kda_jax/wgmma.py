@@ -7,6 +7,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from kda_jax.mosaic import divide
+
 CHUNK = 64  # the rows of one wgmma
 LEVELS = 6  # halves of 1, 2, 4, .. 32 tokens
 LAYOUT = plgpu.Layout.WGMMA
@@ -65,6 +67,12 @@ def iota(axis, width):
 
 def load(ref, layout=LAYOUT):
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def chunk_lane_and_head(block, lanes, HV):
+    """What a block takes; heads fastest: they lie side by side in memory."""
+    chunk_and_lane, head = divide(block, HV)
+    return *divide(chunk_and_lane, lanes), head
 
 
 def along(x, width, axis):

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,15 @@ def assert_decodes(implementation, sizes, gate, allow_neg_eigval=False, **dtypes
 
 def on_device(operands):
     return {name: jnp.asarray(x) for name, x in operands.items()}
+
+
+def load_example(name):
+    """A program of the folder examples/ as a module."""
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def lowered_text(function, *arguments, **options):

@@ -1,21 +1,14 @@
 """The example generates, and a request's tokens do not depend on who shares its batch."""
 
-import importlib.util
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
-
-PATH = Path(__file__).parents[2] / "examples" / "generate.py"
+from support import load_example
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("generate", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("generate")
 
 
 @pytest.mark.slow

@@ -2,24 +2,19 @@
 
 import argparse
 import functools
-import importlib.util
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from support import load_example
 
-PATH = Path(__file__).parents[2] / "examples" / "train.py"
 TINY = dict(pairs=3, keys=12, batch=16, layers=1, width=16, heads=1, head_width=8, rate=0.03)
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("train")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,8 +20,8 @@ from kda_jax import call, prefill_grad_mosaic_gpu, prefill_mosaic_gpu
 from kda_jax.tools import oracle
 
 LIMIT = 8e-3  # relative: bfloat16 products
-# Seen on an H200, 256 tokens: v and beta 3e-2, as of jax-linear-attention, which rounds alike.
-LIMITS = {"equal keys": 8e-2}
+# The inverse of equal keys' system takes differences: 2e-2 to 3e-2, and 8e-3 of the keys'.
+OF_EQUAL_KEYS = dict(v=4e-2, beta=4e-2, k=1.2e-2)
 SMALL = dict(H=1, HV=2, K=64, V=64)
 SIZES = [dict(H=2, HV=4, K=128, V=128), dict(H=3, HV=3, K=64, V=64), dict(H=1, HV=2, K=128, V=192)]
 KERNELS = ("kda_prefill_grad_states", "kda_prefill_grad_pairs", "kda_prefill_grad_keys")
@@ -55,8 +55,9 @@ def check(case, T, **sizes):
             x[name][1] = np.nan
         d_out[1] = np.nan
     got = gradients(x, options, d_out, d_state)
+    limits = OF_EQUAL_KEYS if case == "equal keys" else {}
     for name in got:
-        assert_near(got[name], expected[name], LIMITS.get(case, LIMIT))
+        assert_near(got[name], expected[name], limits.get(name, LIMIT))
 
 
 @pytest.mark.gpu
@@ -97,7 +98,7 @@ def test_the_kernels_gradients_under_vmap_and_of_vmap(of_vmap):
         got = jax.block_until_ready(got)
     expected = jax.jit(functools.partial(step, implementation="xla"))(several)
     for name in x:
-        assert_near(got[name], expected[name], 2e-2)
+        assert_near(got[name], expected[name], LIMIT)
 
 
 def lowered(transform, **sizes):
