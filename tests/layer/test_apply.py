@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chunks import kernels_here
 from jax.sharding import AxisType
+from layers import CONFIGS
 from support import assert_near, assert_same_bits
 
 import kda_jax
@@ -16,13 +18,6 @@ from kda_contracts import LAYER_APPLY
 from kda_jax.sharding import params_specs, specs
 from kda_jax.tools import oracle
 
-CONFIGS = {
-    "low rank": kda_jax.KDAConfig(D=24, H=2, HV=4, K=16, V=8, gate_rank=8),
-    "safe gate": kda_jax.KDAConfig(D=24, H=1, HV=3, K=8, V=16, lower_bound=-5.0),
-    "doubled beta, biases, full forget gate": kda_jax.KDAConfig(
-        D=24, H=2, HV=2, K=8, V=16, W=3, forget_rank=None, allow_neg_eigval=True, conv_bias=True
-    ),
-}
 B, T, D = 2, 70, 24
 # Segments of one token, over the border between two chunks of 64, an id that comes back, padding
 # between segments and behind them, ids below 0.
@@ -59,7 +54,7 @@ COTANGENT = np.random.default_rng(3).standard_normal((B, T, D), np.float32)
 
 def value(params, x, cotangent, **options):
     y = kda_jax.kda_apply(params, x, **options)
-    return (y * cotangent).sum(), y
+    return (y.astype(jnp.float32) * cotangent).sum(), y
 
 
 step = jax.jit(
@@ -116,9 +111,9 @@ def test_each_row_meets_a_float64_layer(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "low rank",
-        pytest.param("safe gate", marks=pytest.mark.long),
-        pytest.param("doubled beta, biases, full forget gate", marks=pytest.mark.slow),
+        "softplus, low rank",
+        pytest.param("safe, full rank", marks=pytest.mark.long),
+        pytest.param("doubled beta, biased, full forget gate", marks=pytest.mark.slow),
     ],
 )
 def test_segments_in_a_row_equal_each_alone(name):
@@ -136,7 +131,7 @@ def test_segments_in_a_row_equal_each_alone(name):
 @pytest.mark.slow
 def test_sequences_by_their_boundaries_equal_each_alone():
     """With an empty one, and tokens of none behind the last, which hold NaN."""
-    config, params, x = make("low rank")
+    config, params, x = make("softplus, low rank")
     parts = list(segments())
     flat = np.concatenate([x[row, start:end] for row, start, end in parts])
     cotangent = np.concatenate([COTANGENT[row, start:end] for row, start, end in parts])
@@ -147,7 +142,7 @@ def test_sequences_by_their_boundaries_equal_each_alone():
     flat, cotangent = np.append(flat, tail, 0)[None], np.append(cotangent, tail * 0 + 1, 0)[None]
     cotangent = np.nan_to_num(cotangent, nan=1.0)
     (_, y), slopes = step(params, flat, cotangent, config=config, cu_seqlens=bounds)
-    wanted, by_weights, by_x = one_by_one("low rank")
+    wanted, by_weights, by_x = one_by_one("softplus, low rank")
     wanted, by_x = (
         np.concatenate([z[row, start:end] for row, start, end in parts]) for z in (wanted, by_x)
     )
@@ -157,7 +152,7 @@ def test_sequences_by_their_boundaries_equal_each_alone():
 
 
 def test_it_is_prefill_of_a_fresh_cache():
-    config, params, x = make("doubled beta, biases, full forget gate")
+    config, params, x = make("doubled beta, biased, full forget gate")
     cache = kda_jax.init_cache(config, B)
     y, _ = jax.jit(functools.partial(kda_jax.kda_prefill, config=config))(
         params, x.reshape(-1, D), cache, jnp.arange(B), jnp.arange(B + 1) * T
@@ -173,7 +168,7 @@ def test_ids_are_told_apart_by_value():
     """Of every width, and as NumPy has them: 2**32 is an id, not the padding that it is narrowed
     to.
     """
-    config, params, x = make("safe gate")
+    config, params, x = make("safe, full rank")
     x, ids = x[:, :9], np.array([[1, 1, 2, 2, 1, 0, 1, 3, 3]] * B)
     wanted = kda_jax.kda_apply(params, x, config=config, segment_ids=ids)
     for other in (
@@ -189,7 +184,7 @@ def test_ids_are_told_apart_by_value():
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
 def test_no_rows_or_no_tokens(shape):
-    config, params, _ = make("low rank")
+    config, params, _ = make("softplus, low rank")
     x, ids = np.zeros((*shape, D), np.float32), np.zeros(shape, np.int32)
     for options in ({}, dict(segment_ids=ids)):
         assert kda_jax.kda_apply(params, x, config=config, **options).shape == x.shape
@@ -198,7 +193,7 @@ def test_no_rows_or_no_tokens(shape):
 @pytest.mark.slow
 def test_the_slopes_are_those_of_differences():
     """Of every weight along a direction of its own."""
-    config, params, x = make("doubled beta, biases, full forget gate")
+    config, params, x = make("doubled beta, biased, full forget gate")
     ids = np.where(IDS == -9, 0, IDS)
     loss = jax.jit(lambda params: value(params, x, COTANGENT, config=config, segment_ids=ids)[0])
     slopes = jax.jit(jax.grad(loss))(params)
@@ -218,7 +213,7 @@ def test_the_slopes_are_those_of_differences():
 @pytest.mark.slow
 def test_what_training_loops_do_with_a_layer():
     """jax.checkpoint, a scan over stacked layers, vmap over a further axis, forward mode."""
-    config, params, x = make("safe gate")
+    config, params, x = make("safe, full rank")
     x, ids = x[:, :12], IDS[:, 15:27]
     apply = functools.partial(kda_jax.kda_apply, config=config, segment_ids=ids)
     plain = jax.jit(lambda params, x: x + apply(params, apply(params, x)))
@@ -249,7 +244,7 @@ def test_what_training_loops_do_with_a_layer():
 @pytest.mark.slow
 def test_training_in_shard_map_with_its_check_on(by):
     """Rows over one axis and heads over another: y and the slopes of one device."""
-    config, params, x = make("low rank")
+    config, params, x = make("softplus, low rank")
     if by == "segment_ids":
         options, rows = dict(segment_ids=IDS), "rows"
     else:
@@ -280,19 +275,26 @@ def test_training_in_shard_map_with_its_check_on(by):
     assert_slopes(others, slopes)
 
 
-@pytest.mark.gpu
-def test_the_kernels_meet_xla():
-    """bfloat16, segments, and a number of tokens that is padded."""
-    config = kda_jax.KDAConfig(D=24, H=1, HV=2, K=64, V=64, gate_rank=64)
+@pytest.mark.long
+def test_in_the_kernels_segments_are_those_of_xla():
+    """y and the slopes of every weight, all in bfloat16; a number of tokens that is padded."""
+    config = kda_jax.KDAConfig(D=D, H=1, HV=2, K=64, V=64, gate_rank=64)
     params = kda_jax.init_params(config, jax.random.key(1))
     x = jnp.asarray(np.random.default_rng(2).standard_normal((B, T, D)), jnp.bfloat16)
-    apply = functools.partial(kda_jax.kda_apply, params, x, config=config, segment_ids=IDS)
-    got = apply(implementation="mosaic_gpu")
-    assert_near(got.astype(jnp.float32), apply(implementation="xla").astype(jnp.float32), 2e-2)
+    options = dict(config=config, segment_ids=IDS)
+    with kernels_here():
+        got = step(params, x, COTANGENT, **options, implementation="mosaic_gpu")
+        (_, y), slopes = jax.block_until_ready(got)
+    exact = jax.tree.map(lambda w: w.astype(jnp.float32), (params, x))
+    (_, wanted), others = step(*exact, COTANGENT, **options, implementation="xla")
+    for got, expected in zip(
+        jax.tree.leaves((y, slopes)), jax.tree.leaves((wanted, others)), strict=True
+    ):
+        assert_near(got.astype(jnp.float32), expected, 2e-2)
 
 
 def test_the_dtype_is_that_of_x():
-    config, params, x = make("low rank")
+    config, params, x = make("softplus, low rank")
     y = kda_jax.kda_apply(params, jnp.asarray(x, jnp.bfloat16), config=config)
     assert y.dtype == jnp.bfloat16
     assert_near(y.astype(jnp.float32), kda_jax.kda_apply(params, x, config=config), 3e-2)
@@ -313,7 +315,7 @@ def test_the_dtype_is_that_of_x():
     ],
 )
 def test_messages_of_kda_apply(change, message):
-    config, params, x = make("low rank")
+    config, params, x = make("softplus, low rank")
     given = dict(x=x) | change(x)
     error = NotImplementedError if "implementation" in given else kda_jax.ContractError
     with pytest.raises(error, match=message):
@@ -323,7 +325,7 @@ def test_messages_of_kda_apply(change, message):
 
 
 def test_prefill_of_rows_says_the_cure():
-    config, params, x = make("low rank")
+    config, params, x = make("softplus, low rank")
     cache, slots, bounds = kda_jax.init_cache(config, B), jnp.arange(B), jnp.arange(B + 1)
     with pytest.raises(kda_jax.ContractError, match=r"kda_apply.*x.reshape\(140, 24\)"):
         kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config)
