@@ -111,12 +111,15 @@ MUTANTS = {
         "decode_mosaic_gpu_kernel": (
             ("q = [part * maths.scale for part in q]", "k = [part * maths.scale for part in k]"),
         ),
-        "decode_xla": (("(q * f32(maths.scale), k)", "(q, k * f32(maths.scale))"),),
+        "decode_xla": (("(q * jnp.float32(maths.scale), k)", "(q, k * jnp.float32(maths.scale))"),),
     },
     "padded row unwritten": {
         "decode_mosaic_gpu_kernel": (("pl.when(jnp.logical_not(live))", "pl.when(slot == 2**30)"),),
         "decode_xla": (
-            ("jnp.where(_spread(live_tokens, out), out, 0)", "out"),
+            (
+                "out = jnp.where(_spread(live_tokens, out), out, 0)",
+                "out = out",
+            ),
             ("jnp.where(_spread(live_tokens, x), x.astype(f32), 0)", "x.astype(f32)"),
         ),
     },
