@@ -19,8 +19,8 @@ FLOORS = {
         ),
         10: ("kda_jax", "the public names", "__init__"),
         9: ("over the layer", "several devices; Flax NNX", "sharding nnx"),
-        8: ("the layer", "kda_apply, kda_decode, kda_prefill", "layer"),
-        7: ("operators", "contract, choice, call", "decode update prefill"),
+        8: ("the layer", "decoded, prefilled, verified, trained", "layer drafts"),
+        7: ("operators", "contract, choice, call", "decode update prefill layer_call"),
         6: ("around the operators", "choose, explain; projections", "dispatch projections"),
         5: (
             "implementations",

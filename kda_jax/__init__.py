@@ -25,14 +25,21 @@ from kda_jax.checkpoint import check_values, load_layer, load_layers
 from kda_jax.conv import conv_decode, conv_prefill
 from kda_jax.decode import packed_decode
 from kda_jax.dispatch import Explanation, explain
+from kda_jax.drafts import KDADrafts, kda_commit, kda_verify
 from kda_jax.gates import kda_beta, kda_log_decay
 from kda_jax.layer import kda_apply, kda_decode, kda_prefill
 from kda_jax.layouts import pack_qkv, state_from_kv, state_to_kv
 from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import validate_cu_seqlens
-from kda_jax.slots import clear_slots, pad_slots, validate_slots
-from kda_jax.update import commit, fused_sigmoid_gating_kda_update, recurrent_kda
+from kda_jax.slots import clear_slots, copy_slots, pad_slots, validate_slots
+from kda_jax.update import (
+    Drafts,
+    commit,
+    fused_sigmoid_gating_kda_update,
+    recurrent_kda,
+    recurrent_verify,
+)
 from kda_jax.weights import (
     KDACache,
     KDAConfig,
@@ -47,10 +54,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BadFileError",
     "ContractError",
+    "Drafts",
     "Explanation",
     "Implementation",
     "KDACache",
     "KDAConfig",
+    "KDADrafts",
     "KDAParams",
     "check_values",
     "chunk_kda",
@@ -59,6 +68,7 @@ __all__ = [
     "config_from_hf",
     "conv_decode",
     "conv_prefill",
+    "copy_slots",
     "explain",
     "fused_sigmoid_gating_kda_update",
     "gated_rms_norm",
@@ -66,9 +76,11 @@ __all__ = [
     "init_params",
     "kda_apply",
     "kda_beta",
+    "kda_commit",
     "kda_decode",
     "kda_log_decay",
     "kda_prefill",
+    "kda_verify",
     "load_layer",
     "load_layers",
     "normalize_A_log",
@@ -78,6 +90,7 @@ __all__ = [
     "packed_decode",
     "pad_slots",
     "recurrent_kda",
+    "recurrent_verify",
     "state_from_kv",
     "state_to_kv",
     "validate_cu_seqlens",

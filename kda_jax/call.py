@@ -65,6 +65,7 @@ class Static:
     packed: bool = False
     update_state: bool = True
     intermediate: bool = False
+    every: int | None = None  # tokens from one checkpoint to the next
 
     @property
     def columns(self):
@@ -99,9 +100,11 @@ class Operands:
     sources: Annotated[Any, "N"] = None
     cu_seqlens: Annotated[Any, "N+1"] = None
     writes: Annotated[Any, "B T"] = None
+    lengths: Annotated[Any, "N"] = None  # how many of a sequence's tokens are run; None: all
+    checkpoints: Annotated[Any, "N M"] = None
 
 
-INDICES = ("slots", "sources", "cu_seqlens", "writes")
+INDICES = ("slots", "sources", "cu_seqlens", "writes", "lengths", "checkpoints")
 
 
 def nothing(static, pool):

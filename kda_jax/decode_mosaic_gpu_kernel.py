@@ -84,6 +84,11 @@ def body(refs, *, static, config):
     else:
         first, last = row * T, row * T + T
         cleared_first, cleared_last = jnp.where(live, last, first), last
+    if "lengths" in refs:
+        # The tokens behind are cleared too.
+        last = jnp.minimum(last, first + jnp.maximum(refs["lengths"][row], 0))
+        cleared_first = jnp.where(live, last, first)
+        live &= first < last
     block = Block(refs, static, config, row, head, slot, first, last, steps)
     if several_tokens:
         lax.fori_loop(cleared_first, cleared_last, lambda token, _: _clear(block, token), None)

@@ -4,19 +4,23 @@ The kernel is in decode_triton_kernel.py. Here are its tile and its launch, by e
 jax-triton's two calling conventions.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kda_contracts import Sizes
 from kda_jax.call import Operands, Static, implementation
 from kda_jax.decode_triton_kernel import kda_update, kda_update_aliased
 from kda_jax.gates import FLOAT32_MAX, NORM_EPS
 from kda_jax.pools import closed, is_ref
+from kda_jax.sequences import owners, positions
 from kda_jax.transforms import inference_only, loop_over_mapped, refuse_vmap_of_ref, unfused
 
 _cache_dir = os.environ.get("TRITON_CACHE_DIR")
@@ -104,6 +108,7 @@ def _call(operands, pool, out_types, *, written, grid, num_warps, **constants):
 
 def _launch(operands: Operands, *, static: Static, config: Config | None = None):
     """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref."""
+    operands = _without_the_rest(operands)
     sizes, pool, slots = static.sizes, operands.pool, operands.slots
     HV, K, V = sizes.HV, sizes.K, sizes.V
     floats = tuple(getattr(operands, x) for x in ("q", "k", "v", "a", "b", "A_log", "dt_bias"))
@@ -154,6 +159,27 @@ def _launch(operands: Operands, *, static: Static, config: Config | None = None)
         out, states, state = unfused(one(unfused(inference_only(pool)), *arrays))
     state = closed(pool, state, written=written)
     return out, state, states if static.intermediate else None
+
+
+def _without_the_rest(operands):
+    """Tokens behind `lengths` as tokens that change no state; a sequence of none is padded."""
+    lengths = operands.lengths
+    if lengths is None:
+        return operands
+    T = operands.b.shape[1]
+    if operands.cu_seqlens is None:
+        counted = jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]
+    else:
+        cu_seqlens = jnp.clip(operands.cu_seqlens, 0, T)
+        owner = owners(cu_seqlens, T)
+        counted = (positions(cu_seqlens, owner) < jnp.append(lengths, 0)[owner])[None]
+    changed: dict[str, Any] = {
+        name: jnp.where(counted.reshape(*counted.shape, *(1,) * (x.ndim - 2)), x, 0)
+        for name, x in vars(operands).items()
+        if name in ("q", "k", "v", "a", "b")
+    }
+    changed["slots"] = jnp.where(lengths > 0, operands.slots, -1)
+    return dataclasses.replace(operands, lengths=None, **changed)
 
 
 kda_packed_decode_triton = implementation(_launch, "kda_packed_decode_triton")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from kda_jax import gates, pools
 from kda_jax.call import Operands, Static, implementation
-from kda_jax.sequences import owners
+from kda_jax.sequences import owners, positions
 from kda_jax.transforms import varying_as
 
 
@@ -34,14 +34,14 @@ def _update(operands: Operands, *, static: Static):
     """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref."""
     f32, T = jnp.float32, static.sizes.T
     pool, slots, sources = operands.pool, operands.slots, operands.sources
-    cu_seqlens, writes = operands.cu_seqlens, operands.writes
+    cu_seqlens, writes, lengths = operands.cu_seqlens, operands.writes, operands.lengths
     tokens = (*_separate(operands, static), operands.a, operands.b)
     A_log, dt_bias = operands.A_log, operands.dt_bias
     if cu_seqlens is not None:
         # No boundary reaches past the tokens, whatever it is.
         cu_seqlens = jnp.clip(cu_seqlens, 0, T)
     changed = static.update_state or writes is not None
-    others = (*tokens, A_log, dt_bias, sources, cu_seqlens, writes)
+    others = (*tokens, A_log, dt_bias, sources, cu_seqlens, writes, lengths)
     state, slots = pools.opened(pool, slots, *others, written=changed)
     S = state.shape[0]
 
@@ -49,18 +49,34 @@ def _update(operands: Operands, *, static: Static):
     live = pools.inside(slots, S)
     # Of each token: its sequence, N for none.
     owner = owners(cu_seqlens, T) if cu_seqlens is not None else None
-    live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
+    if owner is None:
+        live_tokens = live[:, None] & jnp.ones((1, T), bool)
+        if lengths is not None:
+            live_tokens &= jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]
+    else:
+        if lengths is not None:
+            counted = positions(cu_seqlens, owner) < jnp.append(lengths, 0)[owner]
+            owner = jnp.where(counted, owner, lengths.shape[0])
+        live_tokens = jnp.append(live, False)[owner][None]
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
     tokens = _gated(tokens, A_log, dt_bias, static)
     before = pools.read(state, slots, sources).astype(f32)
     before = varying_as(before, *tokens, owner)
 
-    def step(states, token):
+    def step(states, token, counted=None):
         out, after = recurrence(states, *token)
         # Rounded after every token, as in that many one-token calls.
         after = after.astype(state.dtype)
         kept = after if static.intermediate or writes is not None else None
-        return after.astype(f32), (out, kept)
+        after = after.astype(f32)
+        return after if counted is None else jnp.where(_spread(counted, after), after, states), (
+            out,
+            kept,
+        )
+
+    def step_of_row(states, token):
+        *token, counted = token
+        return step(states, token, counted)
 
     def step_of_owner(states, token):
         row, token = token[0], token[1:]
@@ -73,6 +89,10 @@ def _update(operands: Operands, *, static: Static):
             step_of_owner, before, (owner, *(x[:, 0] for x in token_major))
         )
         out, seen = jax.tree.map(lambda x: x[None], (out, seen))
+    elif lengths is not None:
+        counted = jnp.moveaxis(live_tokens, 1, 0)
+        after, (out, seen) = jax.lax.scan(step_of_row, before, (*token_major, counted))
+        out, seen = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), (out, seen))
     elif T == 1:
         after, seen = step(before, [x[0] for x in token_major])
         out, seen = jax.tree.map(lambda x: x[:, None], seen)
@@ -86,41 +106,86 @@ def _update(operands: Operands, *, static: Static):
         state = pools.write(state, writes, seen, where=live_tokens)
     if static.update_state:
         holds_tokens = True if cu_seqlens is None else cu_seqlens[1:] > cu_seqlens[:-1]
+        if lengths is not None:
+            holds_tokens &= lengths > 0
         state = pools.write(state, slots, after.astype(state.dtype), where=holds_tokens)
     return out, pools.closed(pool, state, written=changed), seen if static.intermediate else None
 
 
-def tokens_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
-    """What `chunks_and_states` of `prefill_xla.py` returns, token after token.
+def tokens_and_states(q, k, v, log_decay, beta, start, live, *, static):
+    """What `chunks_and_states` of `prefill_xla.py` returns of rows, token after token.
 
     The state is rounded nowhere in between.
     """
-    T = static.sizes.T
-    owner = None if cu_seqlens is None else owners(jnp.clip(cu_seqlens, 0, T), T)
-    live_tokens = live[:, None] if owner is None else jnp.append(live, False)[owner][None]
+    live_tokens = live[:, None]
     q, k, *others = (
         jnp.where(_spread(live_tokens, x), x.astype(jnp.float32), 0)
         for x in (q, k, v, log_decay, beta)
     )
     tokens = [jnp.moveaxis(x, 1, 0) for x in (*_of_value_heads(q, k, static), *others)]
-    start = varying_as(start, *tokens, owner)
+    start = varying_as(start, *tokens, live)
 
     def step(states, token):
         out, states = recurrence(states, *token)
         return states, out
 
-    def step_of_owner(states, token):
-        row, token = token
-        state, out = step(states.at[row].get(mode="fill", fill_value=0), token)
-        return states.at[row].set(state, mode="drop"), out
-
-    if owner is None:
-        after, out = jax.lax.scan(step, start, tokens)
-        out = jnp.moveaxis(out, 0, 1)
-    else:
-        after, out = jax.lax.scan(step_of_owner, start, (owner, [x[:, 0] for x in tokens]))
-        out = out[None]
+    after, out = jax.lax.scan(step, start, tokens)
+    out = jnp.moveaxis(out, 0, 1)
     return jnp.where(_spread(live_tokens, out), out, 0).astype(static.out_dtype), after
+
+
+def few_tokens(tensors, state, slots, sources, begins, lengths, *, static, rows):
+    """`(out [1, T, HV, V], pool)` of sequences of few tokens among T, token after token.
+
+    Some `rows` of them at a time, as long as the longest has tokens: the cost is that of the tokens
+    that are there. Both loops end where there are no more, so that nothing differentiates through
+    them.
+
+    Args:
+      tensors: q, k, v, log_decay and beta, `[1, T, ...]`.
+      state: the pool, `[S, HV, V, K]`. slots, sources: `[N]`, the slot of each sequence, and the
+        one that it starts from.
+      begins, lengths: `[N]`; a sequence of no tokens touches nothing.
+    """
+    N, T, f32 = begins.shape[0], static.sizes.T, jnp.float32
+    operands = (*tensors, slots, sources, begins, lengths)
+    out = jnp.zeros((T, static.sizes.HV, static.sizes.V), static.out_dtype)
+    state, out = (varying_as(x, *operands, state) for x in (state, out))
+    tensors = [x[0] for x in tensors]
+    # Those with tokens first: whole groups of others are not looked at.
+    order = jnp.sort(jnp.where(lengths > 0, jnp.arange(N, dtype=jnp.int32), N))
+    order = jnp.pad(order, (0, rows), constant_values=N)
+    used = (lengths > 0).sum(dtype=jnp.int32)
+
+    def group(number, carry):
+        state, out = carry
+        taken = jax.lax.dynamic_slice_in_dim(order, number * rows, rows)
+        slot, source, begin, length = (
+            jnp.append(x, fill)[taken]
+            for x, fill in ((slots, -1), (sources, -1), (begins, 0), (lengths, 0))
+        )
+        before = pools.read(state, slot, source).astype(f32)
+        before = varying_as(before, *operands, state)
+
+        def token(number, carry):
+            states, out = carry
+            counted = number < length
+            at = jnp.where(counted, begin + number, T + jnp.arange(rows, dtype=jnp.int32))
+            q, k, *others = (
+                x.at[at].get(mode="fill", fill_value=0, unique_indices=True)[:, None].astype(f32)
+                for x in tensors
+            )
+            token = [x[:, 0] for x in (*_of_value_heads(q, k, static), *others)]
+            read, after = recurrence(states, *token)
+            states = jnp.where(_spread(counted, after), after, states)
+            out = out.at[at].set(read.astype(out.dtype), mode="drop", unique_indices=True)
+            return states, out
+
+        after, out = jax.lax.fori_loop(0, length.max(), token, (before, out))
+        return pools.write(state, slot, after.astype(state.dtype), where=length > 0), out
+
+    state, out = jax.lax.fori_loop(0, -(-used // rows), group, (state, out))
+    return out[None], state
 
 
 def _spread(mask, x):

@@ -1,7 +1,9 @@
 """Which implementation runs, for every operator and the layer, and `explain`, which says why."""
 
 import dataclasses
+import functools
 import inspect
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,16 @@ from kda_jax.transforms import varying_axes
 # In the order in which "auto" prefers them.
 IMPLEMENTATIONS: tuple[call.Implementation, ...] = ("mosaic_gpu", "triton", "xla")
 # Which operators have kernels. All others are XLA's alone.
-DECODE = ("packed_decode", "fused_sigmoid_gating_kda_update", "recurrent_kda", "kda_decode")
+DECODE = (
+    "packed_decode",
+    "fused_sigmoid_gating_kda_update",
+    "recurrent_kda",
+    "recurrent_verify",
+    "commit",
+    "kda_decode",
+    "kda_verify",
+    "kda_commit",
+)
 PREFILL = ("chunk_kda", "kda_prefill", "kda_apply")
 CONTRACTS = {
     name.removeprefix("kda_jax."): contract
@@ -158,14 +169,26 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _opened(contract, arguments):
     """`(arguments, letters)`: a layer's weights, cache and config as operands and sizes."""
     given = dict(arguments)
+    for name in ("drafts", "intermediate"):
+        if dataclasses.is_dataclass(given.get(name)):
+            given |= _fields(given.pop(name))
     if "params" not in given:
+        if dataclasses.is_dataclass(given.get("cache")):
+            given |= _fields(given.pop("cache"))
         return given, {}
     holders = {name: given.pop(name) for name in ("params", "cache", "config") if name in given}
     weights.require_containers(contract.name, **holders)
     for holder in holders.values():
-        values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
-        given |= {name: x for name, x in values.items() if x is not None and name not in AXES}
+        given |= _fields(holder)
     return given, weights.letters(holders["config"], holders["params"])
+
+
+def _fields(holder):
+    """The arrays of a dataclass by name, those of one inside it too."""
+    values = {field.name: getattr(holder, field.name) for field in dataclasses.fields(holder)}
+    inner = [values.pop(name) for name, x in list(values.items()) if dataclasses.is_dataclass(x)]
+    given = {name: x for name, x in values.items() if x is not None and name not in AXES}
+    return functools.reduce(operator.or_, map(_fields, inner), given)
 
 
 def _only_asks_for_a_result(name, x):
@@ -201,6 +224,8 @@ def _op(contract):
 def obstacle(contract, name, sizes, arrays):
     """Why a kernel cannot run this call on any host: what it is, and what it is of; or None."""
     op = _op(contract)
+    if op == "commit" and arrays.get("intermediate") is not None:
+        return "states are written by XLA; Drafts are run again by a kernel"
     if op not in DECODE and (op not in PREFILL or name == "triton"):
         return f"{contract.name} has no such kernel"
     try:

@@ -1,20 +1,16 @@
 """A whole KDA layer: projections, short convolution, gates, recurrence, gated norm."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from kda_contracts import LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL, ContractError, check
+from kda_contracts import LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL
 from kda_jax import call, conv, dispatch, pools, projections
 from kda_jax.call import Array, Implementation
 from kda_jax.decode import packed_decode
+from kda_jax.layer_call import arrays_of, in_auto_axes, judge, pools_of
 from kda_jax.prefill import chunk_kda
-from kda_jax.sequences import owners, positions, segments
-from kda_jax.weights import KDACache, KDAConfig, KDAParams, letters, require_containers
-
-WEIGHTS = tuple(field.name for field in dataclasses.fields(KDAParams))
+from kda_jax.sequences import bounded, owners, positions, segments
+from kda_jax.weights import KDACache, KDAConfig, KDAParams, require_containers
 
 
 def kda_decode(
@@ -24,6 +20,7 @@ def kda_decode(
     slots: Array,
     *,
     config: KDAConfig,
+    sources: Array | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, KDACache]:
     """One token of each row through the layer.
@@ -35,6 +32,9 @@ def kda_decode(
       slots: `[B]` integer; outside `[0, S)`: a padded row, whose output is zero and which touches
         no slot.
       config: `KDAConfig`, static.
+      sources: None, or `[B]` integer; the slot that each row goes on from, convolution and state.
+        Outside `[0, S)`: from nothing. None is its own. A slot that one row reads and another
+        writes is the caller's mistake (`validate_slots` finds it).
       implementation: of the recurrence, as in `packed_decode`.
 
     Returns:
@@ -62,16 +62,16 @@ def kda_decode(
     ((2, 16), False, True)
     """
     require_containers(LAYER_DECODE.name, params=params, cache=cache, config=config)
-    operands = dict(x=x, slots=slots) | _arrays(params) | _pools(cache)
-    sizes = _judge(LAYER_DECODE, params, config, operands)
+    operands = dict(x=x, slots=slots, sources=sources) | arrays_of(params) | pools_of(cache)
+    sizes = judge(LAYER_DECODE, params, config, operands)
     choice = dispatch.choose(LAYER_DECODE, implementation, sizes, operands)
     if call.is_cut(operands):
         options = dict(config=config, implementation=choice.name)
         return _in_auto_axes(kda_decode, LAYER_DECODE, operands, **options)
-    B, slots = x.shape[0], pools.as_int32(slots)
+    B, slots, sources = x.shape[0], pools.as_int32(slots), pools.as_int32(sources)
     if isinstance(B, int) and choice.rows > B:
         x = jnp.pad(x, ((0, choice.rows - B), (0, 0)))
-        slots = jnp.pad(slots, (0, choice.rows - B), constant_values=-1)
+        slots, sources = pools.padded(choice.rows - B, slots, sources)
     live = pools.inside(slots, sizes.S)
     if choice.name == "xla":
         # The kernels pass over padded rows, whatever they hold. XLA's gather does not, nor its
@@ -82,6 +82,7 @@ def kda_decode(
         projections.conv_kernels(params),
         cache.conv,
         slots,
+        sources,
         projections.conv_bias(params),
     )
     out, state = packed_decode(
@@ -92,6 +93,7 @@ def kda_decode(
         params.dt_bias,
         cache.state,
         slots,
+        source_indices=sources,
         use_qk_l2norm_in_kernel=True,
         lower_bound=config.lower_bound,
         allow_neg_eigval=config.allow_neg_eigval,
@@ -108,12 +110,15 @@ def kda_prefill(
     cu_seqlens: Array,
     *,
     config: KDAConfig,
-    fresh: Array | None = None,
+    sources: Array | None = None,
+    checkpoints: Array | None = None,
+    checkpoint_every: int | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, KDACache]:
     """All tokens of sequences that lie end to end through the layer.
 
-    Each sequence continues what its slot holds.
+    Each sequence continues what its slot, or its source, holds. Prompts, pieces of them and single
+    tokens may come together.
 
     Args:
       params: `KDAParams`.
@@ -122,16 +127,23 @@ def kda_prefill(
       slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one, whose output
         is zero.
       cu_seqlens: `[N+1]` int32 or int64; sequence n is tokens `cu_seqlens[n]` to
-        `cu_seqlens[n+1] - 1`.
+        `cu_seqlens[n+1] - 1`. Tokens behind the last boundary belong to none.
       config: `KDAConfig`, static.
-      fresh: None, or `[N]` bool: whether a sequence starts from nothing, whatever its slot holds.
+      sources: None, or `[N]` integer; the slot that each sequence goes on from, convolution and
+        state, as in `kda_decode`. -1 starts a new request, whatever its slot holds.
+      checkpoints: None, or `[N, M]` integer; the slot in column m takes convolution and state after
+        `(m + 1) * checkpoint_every` tokens of the sequence in this call. Outside `[0, S)`, or where
+        the sequence is shorter: not kept. No slot of the call may be among them, as a source
+        neither (`validate_slots` finds it).
+      checkpoint_every: with `checkpoints`, a static multiple of 64.
       implementation: of the recurrence, as in `chunk_kda`.
 
     Returns:
       `(y, cache)`: `[T, D]` in x's dtype, and the cache, advanced by all tokens.
 
     Effects:
-      As `kda_decode`. It differentiates.
+      As `kda_decode`. It differentiates. A sequence that goes on from a checkpoint has the bits of
+      the unbroken one where `chunk_kda` says so.
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `kda_decode`.
@@ -147,19 +159,19 @@ def kda_prefill(
     ((5, 16), [True, False, True])
     """
     require_containers(LAYER_PREFILL.name, params=params, cache=cache, config=config)
-    operands = (
-        dict(x=x, slots=slots, cu_seqlens=cu_seqlens, fresh=fresh) | _arrays(params) | _pools(cache)
-    )
-    sizes = _judge(LAYER_PREFILL, params, config, operands)
+    operands = dict(x=x, slots=slots, cu_seqlens=cu_seqlens, sources=sources)
+    operands |= dict(checkpoints=checkpoints) | arrays_of(params) | pools_of(cache)
+    every = dict(checkpoint_every=checkpoint_every)
+    sizes = judge(LAYER_PREFILL, params, config, operands, **every)
     choice = dispatch.choose(LAYER_PREFILL, implementation, sizes, operands)
     if call.is_cut(operands):
-        options = dict(config=config, implementation=choice.name)
+        options = dict(config=config, implementation=choice.name) | every
         return _in_auto_axes(kda_prefill, LAYER_PREFILL, operands, **options)
     tokens, slots, cu_seqlens = x.shape[0], pools.as_int32(slots), pools.as_int32(cu_seqlens)
-    sources = None if fresh is None else jnp.where(fresh, -1, slots)
+    sources, checkpoints = pools.as_int32(sources), pools.as_int32(checkpoints)
+    cu_seqlens = bounded(cu_seqlens, tokens)  # no sequence reaches into the padding
     if choice.tokens > 1:
         # Padded here, where it costs least: chunk_kda would pad five wider operands.
-        cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)  # no sequence reaches into the padding
         x = jnp.pad(x, ((0, -tokens % choice.tokens), (0, 0)))
     T = x.shape[0]
     live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
@@ -171,7 +183,9 @@ def kda_prefill(
         slots,
         cu_seqlens,
         sources,
+        checkpoints,
         projections.conv_bias(params),
+        every=checkpoint_every or 0,
     )
     q, k, v, log_decay, beta = projections.in_heads(params, x, mixed, config, sizes, (1, T))
     out, state = chunk_kda(
@@ -184,6 +198,8 @@ def kda_prefill(
         slots,
         sources=sources,
         cu_seqlens=cu_seqlens,
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every,
         use_qk_l2norm_in_kernel=True,
         implementation=choice.name,
     )
@@ -237,11 +253,11 @@ def kda_apply(
     (True, [True, True, True, True, False])
     """
     require_containers(LAYER_APPLY.name, params=params, config=config)
-    operands = dict(x=x, segment_ids=segment_ids, cu_seqlens=cu_seqlens) | _arrays(params)
-    sizes = _judge(LAYER_APPLY, params, config, operands)
+    operands = dict(x=x, segment_ids=segment_ids, cu_seqlens=cu_seqlens) | arrays_of(params)
+    sizes = judge(LAYER_APPLY, params, config, operands)
     choice = dispatch.choose(LAYER_APPLY, implementation, sizes, operands)
     if call.is_cut(operands):
-        return _in_auto_axes(
+        return in_auto_axes(
             kda_apply, LAYER_APPLY, operands, config=config, implementation=choice.name
         )
     (B, tokens), cu_seqlens = x.shape[:2], pools.as_int32(cu_seqlens)
@@ -253,7 +269,7 @@ def kda_apply(
     if segment_ids is not None:
         live, begins, position = segments(segment_ids, T)
     elif cu_seqlens is not None:
-        cu_seqlens = jnp.clip(cu_seqlens, 0, tokens)
+        cu_seqlens = bounded(cu_seqlens, tokens)
         owner = owners(cu_seqlens, T)
         live, position = (owner < N)[None], positions(cu_seqlens, owner)[None]
     x = projections.masked(x, live)
@@ -283,56 +299,12 @@ def kda_apply(
     return projections.output(params, x, out, live, config)[:, :tokens]
 
 
-def _judge(contract, params, config, operands):
-    """The sizes of a step, or a ContractError. A gate's two weights are judged together, and the
-    convolution's biases.
-    """
-    local = letters(config, params)
-    statics = dict(lower_bound=config.lower_bound, norm_eps=config.norm_eps)
-    sizes = check(contract, local, **operands, **statics)
-    gates_of = (
-        ("f", params.f_down, params.f_up, "R", "HV*K", local["HV"] * local["K"]),
-        ("g", params.g_down, params.g_up, "V", "HV*V", local["HV"] * local["V"]),
-    )
-    for name, down, up, rank, axis, columns in gates_of:
-        rows, letter = (config.D, "D") if down is None else (down.shape[1], rank)
-        if up.shape[0] != rows:
-            beside = "without" if down is None else "beside"
-            raise ContractError(
-                f"{contract.name}: `{name}_up` must be [{letter}, {axis}] = ({rows}, {columns}) "
-                f"{beside} a `{name}_down` (got {up.shape})"
-            )
-    for name in projections.CONV_BIASES:
-        if (getattr(params, name) is None) == config.conv_bias:
-            wanted = "an array, as" if config.conv_bias else "None, as"
-            raise ContractError(
-                f"{contract.name}: `{name}` must be {wanted} config.conv_bias is "
-                f"{config.conv_bias} (got {'None' if config.conv_bias else 'an array'})"
-            )
-    return sizes
+def _in_auto_axes(step, contract, operands, **options):
+    """A step with a cache, whose operands are cut by Explicit mesh axes."""
 
-
-def _arrays(params):
-    """The weights by name, without those that are None."""
-    arrays = {name: getattr(params, name) for name in WEIGHTS}
-    return {name: x for name, x in arrays.items() if x is not None}
-
-
-def _pools(cache):
-    return dict(conv=cache.conv, state=cache.state)
-
-
-def _in_auto_axes(step, contract, operands, **options) -> Any:
-    """A step whose operands are cut by Explicit mesh axes."""
-
-    def again(**arrays):
-        weights = {name: arrays.pop(name) for name in WEIGHTS if name in arrays}
-        if not contract.pool:
-            return step(KDAParams(**weights), **arrays, **options)
-        cache = KDACache(arrays.pop("conv"), arrays.pop("state"))
-        y, cache = step(KDAParams(**weights), cache=cache, **arrays, **options)
+    def in_arrays(*args, **kwargs):
+        y, cache = step(*args, **kwargs)
         return y, cache.conv, cache.state
 
-    specs = call.result_cuts(contract, operands)
-    results = call.in_auto_axes(again, contract.name, operands, specs)
-    return (results[0], KDACache(*results[1:])) if contract.pool else results
+    y, *pools_of_cache = in_auto_axes(in_arrays, contract, operands, **options)
+    return y, KDACache(*pools_of_cache)

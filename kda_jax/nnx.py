@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
     raise ImportError("kda_jax.nnx needs flax: install kda-jax with the extra `flax`") from error
 
 from kda_jax.call import Array, Implementation
+from kda_jax.drafts import KDADrafts, kda_verify
 from kda_jax.layer import kda_apply, kda_decode, kda_prefill
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, init_cache, init_params
 
@@ -87,11 +88,23 @@ class KDALayer(nnx.Module):
         )
 
     def decode(
-        self, x: Array, cache: KDACache, slots: Array, *, implementation: Implementation = "auto"
+        self,
+        x: Array,
+        cache: KDACache,
+        slots: Array,
+        *,
+        sources: Array | None = None,
+        implementation: Implementation = "auto",
     ) -> tuple[jax.Array, KDACache]:
         """As `kda_jax.kda_decode`."""
         return kda_decode(
-            self.params, x, cache, slots, config=self.config, implementation=implementation
+            self.params,
+            x,
+            cache,
+            slots,
+            config=self.config,
+            sources=sources,
+            implementation=implementation,
         )
 
     def prefill(
@@ -101,7 +114,9 @@ class KDALayer(nnx.Module):
         slots: Array,
         cu_seqlens: Array,
         *,
-        fresh: Array | None = None,
+        sources: Array | None = None,
+        checkpoints: Array | None = None,
+        checkpoint_every: int | None = None,
         implementation: Implementation = "auto",
     ) -> tuple[jax.Array, KDACache]:
         """As `kda_jax.kda_prefill`."""
@@ -112,6 +127,28 @@ class KDALayer(nnx.Module):
             slots,
             cu_seqlens,
             config=self.config,
-            fresh=fresh,
+            sources=sources,
+            checkpoints=checkpoints,
+            checkpoint_every=checkpoint_every,
+            implementation=implementation,
+        )
+
+    def verify(
+        self,
+        x: Array,
+        cache: KDACache,
+        slots: Array,
+        *,
+        sources: Array | None = None,
+        implementation: Implementation = "auto",
+    ) -> tuple[jax.Array, KDADrafts]:
+        """As `kda_jax.kda_verify`; `kda_jax.kda_commit` needs no weights."""
+        return kda_verify(
+            self.params,
+            x,
+            cache,
+            slots,
+            config=self.config,
+            sources=sources,
             implementation=implementation,
         )

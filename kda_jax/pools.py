@@ -31,6 +31,11 @@ def as_int32(indices) -> Any:
     return indices.astype(jnp.int32)
 
 
+def padded(more, *indices) -> Any:
+    """Indices with so many padded rows behind them; None among them stays None."""
+    return [None if x is None else jnp.pad(x, (0, more), constant_values=-1) for x in indices]
+
+
 def inside(slots, S):
     """Whether each slot is one of the pool's S slots. All others mark padded rows."""
     return (slots >= 0) & (slots < S)

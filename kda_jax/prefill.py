@@ -1,6 +1,7 @@
 """Prefill, the public op over long sequences: its contract, the choice, the pool, the chunks."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,17 @@ from jax.typing import DTypeLike
 from kda_contracts import CHUNK_KDA
 from kda_jax import call, decode_xla, dispatch, pools, prefill_xla
 from kda_jax.call import Array, Implementation, Pool
-from kda_jax.transforms import with_transforms_of
+from kda_jax.sequences import bounded, holders
+from kda_jax.transforms import in_xla_under_vmap, inference_only, with_transforms_of
 
-# Up to so many tokens a CPU takes them one by one. Two cores, 32 tokens, ms forward / gradient, one
-# by one and in a chunk: 6 / 56 and 17 / 141 (B 64, H 2, K 32); 9 / 159 and 21 / 153 (1, 32, 128).
+# Rows of up to so many tokens a CPU takes one by one. Two cores, 32 tokens, ms forward / gradient:
+# 6 / 56 and in a chunk 17 / 141 (B 64, H 2, K 32); 9 / 159 and 21 / 153 (B 1, H 32, K 128).
 SHORT = 32
+# Of sequences that lie end to end, XLA takes those of up to FEW tokens one by one, some ROWS of
+# them at a time: on a CPU, and on other devices, where a step of the loop costs its launches.
+FEW = {"cpu": 64, "other": 16}
+ROWS = {"cpu": 8, "other": 64}
+TENSORS = 6  # q, k, v, log decay, beta and the start: what may have a derivative
 STATES = ("states", "changes", "changes_low")  # of what the kernels keep: "kda_states"
 
 
@@ -29,6 +36,8 @@ def chunk_kda(
     *,
     sources: Array | None = None,
     cu_seqlens: Array | None = None,
+    checkpoints: Array | None = None,
+    checkpoint_every: int | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -56,6 +65,11 @@ def chunk_kda(
         this one, and from a zero state where it lies outside `[0, S)`.
       cu_seqlens: None, or `[N+1]` int32 or int64 (`validate_cu_seqlens` checks the values on the
         host).
+      checkpoints: None, or `[N, M]` integer; the slot in column m takes the state after
+        `(m + 1) * checkpoint_every` tokens of the sequence in this call. Outside `[0, S)`, or where
+        the sequence is shorter: not kept. No slot of the call may be among them, as a source
+        neither (`validate_slots` finds it).
+      checkpoint_every: with `checkpoints`, a static multiple of 64.
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
       use_qk_l2norm_in_kernel: whether q and k are divided by `sqrt(sum(x*x) + 1e-6)` over K first.
       out_dtype: dtype of `out`; None is that of `v`.
@@ -65,8 +79,9 @@ def chunk_kda(
         of kernels. Name "xla" for forward mode (`jax.jvp`) and derivatives of derivatives, which
         the kernels do not have, and where no kernel can be: in a program for several platforms or
         for a CPU beside that GPU, and in one that the partitioner cuts (inside `jax.shard_map` the
-        kernels run). Where the default backend is a CPU, XLA takes up to 32 tokens one by one, as
-        `recurrent_kda` does.
+        kernels run). XLA takes short sequences one token after the other, as `recurrent_kda` does:
+        on a CPU rows of up to 32 tokens, and with `cu_seqlens` those of up to 64; on other devices,
+        with `cu_seqlens`, those of up to 16. Their derivative is that of the chunks.
 
     Returns:
       out: `[B, T, HV, V]`.
@@ -75,13 +90,16 @@ def chunk_kda(
 
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
-      Memory is linear in T. A value that is not finite poisons its chunk of 64 tokens, those before
-      it too. float32 operands are multiplied in full float32; narrower ones with a GPU's default
-      for float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32,
-      and round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps
-      what `jax.checkpoint` may recompute, 1 kB for a token and head with K = V = 128 under each of
-      the names "kda_chunks" and "kda_states" (`jax.ad_checkpoint.checkpoint_name`). A beta of 0
-      has its derivative to within 2**-100.
+      A sequence that goes on from a checkpoint has the bits of the unbroken one: in XLA on a CPU
+      where what is left has more than 64 tokens; in the kernels where both begin at the same
+      number of tokens modulo 8. Memory is linear in T, whatever N and the pool are (the kernels:
+      in T + 70 N). A value that is not finite poisons its chunk of 64 tokens, those before it too.
+      float32 operands are multiplied in full float32; narrower ones with a GPU's default for
+      float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32, and
+      round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps what
+      `jax.checkpoint` may recompute, 1 kB for a token and head with K = V = 128 under each of the
+      names "kda_chunks" and "kda_states" (`jax.ad_checkpoint.checkpoint_name`). A beta of 0 has its
+      derivative to within 2**-100.
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`. TypeError: JAX's own, of a
@@ -109,14 +127,14 @@ def chunk_kda(
         slots=slots,
         sources=sources,
         cu_seqlens=cu_seqlens,
+        checkpoints=checkpoints,
     )
     options = dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    arrays, sizes = call.taken(CHUNK_KDA, arrays, **options, out_dtype=out_dtype)
+    others = dict(out_dtype=out_dtype, checkpoint_every=checkpoint_every)
+    arrays, sizes = call.taken(CHUNK_KDA, arrays, **options, **others)
     choice = dispatch.choose(CHUNK_KDA, implementation, sizes, arrays)
     if call.is_cut(arrays):
-        again = functools.partial(
-            chunk_kda, **options, out_dtype=out_dtype, implementation=choice.name
-        )
+        again = functools.partial(chunk_kda, **options, **others, implementation=choice.name)
         specs = call.result_cuts(CHUNK_KDA, arrays)
         return call.in_auto_axes(again, CHUNK_KDA.name, arrays, specs)
     pool = arrays["pool"]
@@ -125,6 +143,7 @@ def chunk_kda(
         sizes=sizes,
         maths=call.maths_of(sizes.K, activated=True, **options),
         out_dtype=jnp.dtype(arrays["v"].dtype if out_dtype is None else out_dtype),
+        every=None if checkpoint_every is None else operator.index(checkpoint_every),
     )
     if static.empty:
         return call.nothing(static, pool)
@@ -138,37 +157,122 @@ def chunk_kda(
         slots=pools.as_int32(arrays["slots"]),
         sources=pools.as_int32(arrays["sources"]),
         cu_seqlens=pools.as_int32(arrays["cu_seqlens"]),
+        checkpoints=pools.as_int32(arrays["checkpoints"]),
     )
-    run = kda_tokens_xla if _is_short(sizes.T) else kda_chunk_xla
-    run = kda_chunk_mosaic_gpu if choice.name == "mosaic_gpu" else run
+    run = kda_chunk_xla
+    if choice.name == "mosaic_gpu":
+        run = kda_chunk_mosaic_gpu
+    elif operands.cu_seqlens is None and operands.checkpoints is None and _is_short(sizes.T):
+        run = kda_tokens_xla
     return run(operands, static=static)
 
 
 def _is_short(T):
-    """Whether XLA takes the tokens one by one: as far as JAX shows it, the program is for a CPU."""
+    """Whether XLA takes rows token by token: as far as JAX shows it, the program is for a CPU."""
     return isinstance(T, int) and T <= SHORT and jax.default_backend() == "cpu"
 
 
-def _in_xla(operands, *, static):
-    return _over_pool(operands, static, prefill_xla.chunks_and_states)
-
-
 def _token_by_token(operands, *, static):
-    return _over_pool(operands, static, decode_xla.tokens_and_states)
+    def rows(*operands, every):
+        return *decode_xla.tokens_and_states(*operands[:-1], static=static), None
+
+    return _over_pool(operands, static, rows)
+
+
+def _in_xla(operands, *, static):
+    if operands.cu_seqlens is None:
+        return _over_pool(operands, static, functools.partial(_chunks, static=static))
+    x = operands
+    tensors = (x.q, x.k, x.v, x.a, x.b)
+    others = (x.slots, x.sources, x.cu_seqlens, x.checkpoints)
+    state, slots = pools.opened(x.pool, x.slots, *tensors, *others[1:])
+    out, state = _short_and_long(*tensors, state, slots, *others[1:], static)
+    return out, pools.closed(x.pool, state)
+
+
+def _chunks(*operands, every, static):
+    """`(out, after, kept)` in XLA, with None for what is not kept."""
+    results = prefill_xla.chunks_and_states(*operands, static=static, every=every)
+    return results if every else (*results, None)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(10,))
+def _short_and_long(q, k, v, a, b, state, slots, sources, cu_seqlens, checkpoints, static):
+    """`(out, pool)` of sequences end to end: each costs what its tokens cost.
+
+    Those of few tokens are taken one by one. The others are brought together, so that the number of
+    chunks, and with it all memory, follows from T and not from N.
+    """
+    sizes, tensors = static.sizes, (q, k, v, a, b)
+    S, N, T, every = sizes.S, sizes.N, sizes.T, static.every
+    device = "cpu" if jax.default_backend() == "cpu" else "other"
+    few = FEW[device] if every is None else min(FEW[device], every - 1)
+    bounds = bounded(cu_seqlens, T)
+    begins, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
+    lengths = jnp.where(pools.inside(slots, S), lengths, 0)
+    is_short = lengths <= few
+    out, state = decode_xla.few_tokens(
+        tensors,
+        state,
+        slots,
+        slots if sources is None else sources,
+        begins,
+        jnp.where(is_short, lengths, 0),
+        static=static,
+        rows=ROWS[device],
+    )
+    if isinstance(T, int) and few >= T:
+        return out, state
+    # The long ones in order, and behind them sequences of no tokens.
+    order = jnp.sort(jnp.where(is_short, N, jnp.arange(N, dtype=jnp.int32)))
+    if isinstance(T, int) and isinstance(N, int):
+        order = order[: min(N, T // (few + 1))]
+
+    def taken(x, fill):
+        if x is None:
+            return None
+        return jnp.concatenate([x, jnp.full((1, *x.shape[1:]), fill, x.dtype)])[order]
+
+    begins, ends = taken(begins, T), taken(bounds[1:], T)
+    long = call.Operands(
+        q=q,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
+        pool=state,
+        slots=taken(slots, -1),
+        sources=taken(sources, -1),
+        cu_seqlens=(begins, ends),
+        checkpoints=taken(checkpoints, -1),
+    )
+    chunked, state = _over_pool(long, static, functools.partial(_chunks, static=static))
+    is_long = holders(begins, ends, T) < order.shape[0]
+    return jnp.where(is_long[None, :, None, None], chunked, out), state
+
+
+@_short_and_long.defjvp
+def _derivative_of_chunks(static, operands, tangents):
+    """That of the chunks, of all sequences: the loops over few tokens have none."""
+    *_, slots, sources, cu_seqlens, checkpoints = operands
+    indices = dict(slots=slots, sources=sources, cu_seqlens=cu_seqlens, checkpoints=checkpoints)
+
+    def whole(q, k, v, a, b, state):
+        x = call.Operands(q=q, k=k, v=v, a=a, b=b, pool=state, **indices)
+        return _over_pool(x, static, functools.partial(_chunks, static=static))
+
+    return jax.jvp(whole, operands[:6], tangents[:6])
 
 
 def _in_kernels(operands, *, static):
     # A second to load.
     from kda_jax import prefill_grad_mosaic_gpu, prefill_mosaic_gpu
 
-    plain, kernels, keeping = (
-        functools.partial(function, static=static)
-        for function in (
-            prefill_xla.chunks_and_states,
-            prefill_mosaic_gpu.chunks_and_states,
-            prefill_mosaic_gpu.with_residuals,
-        )
+    plain, kernels = (
+        functools.partial(module.chunks_and_states, static=static)
+        for module in (prefill_xla, prefill_mosaic_gpu)
     )
+    keeping = functools.partial(prefill_mosaic_gpu.with_residuals, static=static)
     gradients = functools.partial(prefill_grad_mosaic_gpu.gradients, static=static)
 
     def forward(*x):
@@ -187,24 +291,57 @@ def _in_kernels(operands, *, static):
         }
         return *others, prefill_mosaic_gpu.Kept(**kept)
 
-    run = with_transforms_of(plain, kernels, forward, backward, named)
-    return _over_pool(operands, static, lambda *x, static: run(*x))
+    def run(*x, every):
+        if every is None:
+            return *with_transforms_of(plain, kernels, forward, backward, named)(*x), None
+        with_states = in_xla_under_vmap(
+            functools.partial(plain, every=every), functools.partial(kernels, every=every)
+        )
+        return with_states(*(inference_only(y) if i < TENSORS else y for i, y in enumerate(x)))
+
+    return _over_pool(operands, static, run)
 
 
 def _over_pool(operands, static, chunks_and_states):
-    """`(out, pool)`, with None for a Ref, which is updated in place."""
-    x, S, T = operands, static.sizes.S, static.sizes.T
-    tensors = (x.q, x.k, x.v, x.a, x.b)
-    state, slots = pools.opened(x.pool, x.slots, *tensors, x.sources, x.cu_seqlens)
+    """`(out, pool)`, with None for a Ref, which is updated in place.
+
+    chunks_and_states: `(q, k, v, log_decay, beta, start, live, cu_seqlens, every=)` to
+    `(out, after, kept)`. cu_seqlens: of the operands, or `(begins, ends)`.
+    """
+    x, S, T, every = operands, static.sizes.S, static.sizes.T, static.every
+    tensors, ranges = (x.q, x.k, x.v, x.a, x.b), x.cu_seqlens
+    others = (*tensors, x.sources, x.checkpoints, *jax.tree.leaves(ranges))
+    state, slots = pools.opened(x.pool, x.slots, *others)
     live = pools.inside(slots, S)
     start = pools.read(state, slots, x.sources).astype(jnp.float32)
-    out, after = chunks_and_states(*tensors, start, live, x.cu_seqlens, static=static)
-    holds_tokens = True
-    if x.cu_seqlens is not None:
-        bounds = jnp.clip(x.cu_seqlens, 0, T)
-        holds_tokens = bounds[1:] > bounds[:-1]
-    state = pools.write(state, slots, after.astype(state.dtype), where=holds_tokens)
+    out, after, kept = chunks_and_states(*tensors, start, live, ranges, every=every)
+    lengths = jnp.full(slots.shape, T, jnp.int32)
+    if ranges is not None:
+        if not isinstance(ranges, tuple):
+            bounds = bounded(ranges, T)
+            ranges = bounds[:-1], bounds[1:]
+        lengths = ranges[1] - ranges[0]
+    state = pools.write(state, slots, after.astype(state.dtype), where=lengths > 0)
+    if every is not None:
+        places = _places(
+            x.checkpoints, jnp.where(live, lengths // every, 0), lengths // every, kept
+        )
+        state = pools.write(state, places, kept.astype(state.dtype))
     return out, pools.closed(x.pool, state)
+
+
+def _places(checkpoints, counts, made, kept):
+    """`[P]`: the slot of each kept state, -1 for none.
+
+    counts, made: `[N]`, how many states of each sequence are to be kept, and how many there are.
+    """
+    ends = jnp.cumsum(made, dtype=jnp.int32)
+    (N, M), number = checkpoints.shape, jnp.arange(kept.shape[0], dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+    sequence = jnp.minimum(owner, N - 1)
+    column = number - (ends - made)[sequence]
+    is_kept = (owner < N) & (column < jnp.minimum(counts[sequence], M))
+    return jnp.where(is_kept, checkpoints[sequence, jnp.clip(column, 0, max(M - 1, 0))], -1)
 
 
 kda_chunk_xla = call.implementation(_in_xla, "kda_chunk_xla")

@@ -59,7 +59,7 @@ def gradients(tensors, live, cu_seqlens, kept, d_out, d_after, *, static):
     """
     q, k, v, log_decay, beta = tensors
     sizes, f32 = static.sizes, jnp.float32
-    plan = plan_chunks(cu_seqlens, live, sizes.B, sizes.T)
+    plan, _ = plan_chunks(cu_seqlens, live, sizes.B, sizes.T)
 
     def scaled(q, k):
         q, k = q.astype(f32), k.astype(f32)

@@ -85,14 +85,14 @@ def unsupported(sizes: Sizes, dtypes) -> str | None:
     return None
 
 
-def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
+def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, every=None):
     """`(out [B, T, HV, V], after [N, HV, V, K])` of operands as `chunk_kda` takes them.
 
     start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
-      outs are zeros.
+      outs are zeros. every: as in `prefill_xla.py`, third the states on the way.
     """
     tensors = (q, k, v, log_decay, beta)
-    return _run(*tensors, start, live, cu_seqlens, static=static, keep=False)[0]
+    return _run(*tensors, start, live, cu_seqlens, static=static, keep=False, every=every)[0]
 
 
 def with_residuals(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
@@ -101,7 +101,7 @@ def with_residuals(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static)
     return _run(*tensors, start, live, cu_seqlens, static=static, keep=True)
 
 
-def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep):
+def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep, every=None):
     sizes, T = static.sizes, static.sizes.T
     length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
     if length != T:
@@ -109,7 +109,8 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep):
             jnp.pad(x, [(0, 0), (0, length - T), *[(0, 0)] * (x.ndim - 2)])
             for x in (q, k, v, log_decay, beta)
         )
-    plan = plan_chunks(cu_seqlens, live, sizes.B, T)
+    count = 0 if every is None else sizes.B * (T // every)  # of states on the way
+    plan, kept_at = plan_chunks(cu_seqlens, live, sizes.B, T, every if count else None)
     beta = betas(beta, plan, keep)
     w, u, *made = _make_chunks(
         *unfused((q, k, v, in_log2(log_decay), beta, plan.begin, plan.low, plan.shown)),
@@ -129,12 +130,17 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep):
         sizes=sizes,
         out_dtype=static.out_dtype,
         keep=keep,
+        on_the_way=(count, unfused(kept_at)) if count else None,
     )
     out, after = unfused((out, after))
     if not plan.dense:
         after = after[1:-1]
-    kept = Kept(w, *made, *walked) if keep else None
-    return (out[:, :T], jnp.swapaxes(after, 2, 3)), kept
+    results = out[:, :T], jnp.swapaxes(after, 2, 3)
+    if every is not None:
+        shape = (count, *after.shape[1:])
+        on_the_way = unfused(walked[0]) if count else jnp.zeros(shape, jnp.float32)
+        results = *results, jnp.swapaxes(on_the_way, 2, 3)
+    return results, Kept(w, *made, *walked) if keep else None
 
 
 def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, keep):
@@ -288,9 +294,28 @@ def _make_body(refs, *, sizes, maths):
 
 
 def _walk_chunks(
-    w, u, scores, q, k, last, start, chunks, begin, low, high, *, length, sizes, out_dtype, keep
+    w,
+    u,
+    scores,
+    q,
+    k,
+    last,
+    start,
+    chunks,
+    begin,
+    low,
+    high,
+    *,
+    length,
+    sizes,
+    out_dtype,
+    keep,
+    on_the_way,
 ):
     """`(out [B, length, HV, V], after [sequences, HV, K, V])`.
+
+    With `on_the_way`, `(count, at [n, lanes])`, also that many states, `[count, HV, K, V]`: those
+    behind the chunks whose `at` is not -1.
 
     With `keep` also the states before each chunk, `[n, lanes, HV, K, V]`, the changes `new`,
     `[n, lanes, HV, CHUNK, V]`, and what bfloat16 leaves of them.
@@ -303,6 +328,9 @@ def _walk_chunks(
         out=jax.ShapeDtypeStruct((sizes.B, length, HV, V), out_dtype),
         after=jax.ShapeDtypeStruct(start.shape, jnp.float32),
     )
+    if on_the_way is not None:
+        count, operands["kept_at"] = on_the_way
+        results["on_the_way"] = jax.ShapeDtypeStruct((count, *start.shape[1:]), jnp.float32)
     if keep:
         results["states"] = jax.ShapeDtypeStruct((*each, K, V), NARROW)
         for name in ("changes", "changes_low"):
@@ -368,6 +396,10 @@ def _advance(refs, place, chunk, stage, state):
     kept = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
     state, shown = products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
     plgpu.barrier_arrive(refs["used"].at[stage])
+    if "on_the_way" in refs:
+        at = refs["kept_at"][chunk, place.lane]
+        tile_of_state = (at, place.head, slice(None), place.columns)
+        pl.when(at >= 0)(lambda: to_memory(refs["on_the_way"].at[tile_of_state], state))
     shown = shown.astype(out.dtype)
     whole = (low == 0) & (high == CHUNK)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

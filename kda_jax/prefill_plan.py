@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kda_jax.sequences import owners
+from kda_jax.sequences import bounded, owners
 from kda_jax.wgmma import CHUNK
 
 ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
@@ -40,11 +39,14 @@ class Plan(NamedTuple):
         return self.chunks.shape[0] == 2  # with boundaries there are two sequences and more
 
 
-def plan_chunks(cu_seqlens, live, B, T):
-    """The Plan of B rows of T tokens.
+def plan_chunks(cu_seqlens, live, B, T, every=None):
+    """`(Plan, kept)` of B rows of T tokens.
 
     With boundaries, the tokens before the first sequence and behind the last are sequences too,
     which are not live.
+
+    With `every`, a chunk ends after each so many tokens of a sequence, and `kept` `[n, lanes]` is
+    the number of the state behind it among all that are kept, -1 of one that is not; else None.
     """
     i32 = jnp.int32
     if cu_seqlens is None:
@@ -52,25 +54,56 @@ def plan_chunks(cu_seqlens, live, B, T):
         begin = jnp.arange(n, dtype=i32)[:, None] * CHUNK + jnp.zeros((1, B), i32)
         high = jnp.minimum(T - begin, CHUNK)
         shown = jnp.where(live[None], high, 0)
-        return Plan(jnp.array([0, n], i32), begin, jnp.zeros_like(begin), high, shown)
+        plan = Plan(jnp.array([0, n], i32), begin, jnp.zeros_like(begin), high, shown)
+        return plan, None if every is None else _kept_of_rows(begin, T, every)
     # Chunks are counted: whatever the boundaries hold, there is room for them.
-    bounds = lax.cummax(jnp.clip(cu_seqlens, 0, T))
+    bounds = bounded(cu_seqlens, T)
     bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
     live = jnp.pad(live, 1)
     sequences = live.shape[0]
-    n = (T + (CHUNK + ALIGNED - 2) * sequences) // CHUNK
+    pieces = sequences if every is None else sequences + T // every
+    n = (T + (CHUNK + ALIGNED - 2) * pieces) // CHUNK
     starts, ends = bounds[:-1], bounds[1:]
     aligned = starts // ALIGNED * ALIGNED
-    counts = jnp.where(ends > starts, (ends - aligned + CHUNK - 1) // CHUNK, 0)
+
+    def chunks_of(tokens):  # where a piece of a sequence has so many
+        return jnp.where(tokens > 0, (starts - aligned + tokens + CHUNK - 1) // CHUNK, 0)
+
+    lengths = ends - starts
+    whole = jnp.zeros_like(lengths) if every is None else lengths // every  # pieces of `every`
+    each = chunks_of(jnp.zeros_like(lengths) if every is None else jnp.full_like(lengths, every))
+    rest = lengths if every is None else lengths % every
+    counts = whole * each + chunks_of(rest)
     chunks = jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(counts, dtype=i32)])
     owner = jnp.minimum(owners(chunks, n), sequences - 1)
-    begin = aligned[owner] + (jnp.arange(n, dtype=i32) - chunks[owner]) * CHUNK
-    low = jnp.clip(starts[owner] - begin, 0, CHUNK)
-    high = jnp.clip(ends[owner] - begin, 0, CHUNK)
+    number = jnp.arange(n, dtype=i32) - chunks[owner]
+    piece = jnp.minimum(number // jnp.maximum(each, 1)[owner], whole[owner])
+    number = number - piece * each[owner]
+    before = piece * (every or 0)  # tokens of the sequence in front of its piece
+    begin = aligned[owner] + before + number * CHUNK
+    starts, ends = starts[owner] + before, ends[owner]
+    if every is not None:
+        ends = jnp.minimum(ends, starts + every)
+    low = jnp.clip(starts - begin, 0, CHUNK)
+    high = jnp.clip(ends - begin, 0, CHUNK)
+    kept = None
+    if every is not None:
+        # Nobody asks for those of the first and the last sequence.
+        which = jnp.arange(sequences, dtype=i32)
+        asked = jnp.where((which > 0) & (which < sequences - 1), whole, 0)
+        first = jnp.cumsum(asked, dtype=i32) - asked
+        last = (piece < asked[owner]) & (number == each[owner] - 1)
+        kept = jnp.where(last, first[owner] + piece, -1)[:, None]
     # Of a chunk behind the last: it is computed, and not used.
     begin = jnp.minimum(begin, T // ALIGNED * ALIGNED)
     shown = jnp.where(live[owner], high, 0)
-    return Plan(chunks, *(x[:, None] for x in (begin, low, high, shown)))
+    return Plan(chunks, *(x[:, None] for x in (begin, low, high, shown))), kept
+
+
+def _kept_of_rows(begin, T, every):
+    done, rows = begin + CHUNK, jnp.arange(begin.shape[1], dtype=jnp.int32)[None]
+    is_kept = (done % every == 0) & (done <= T)
+    return jnp.where(is_kept, rows * (T // every) + done // every - 1, -1)
 
 
 def in_chunks(x, plan):

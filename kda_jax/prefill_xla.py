@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax import gates
-from kda_jax.sequences import owners
+from kda_jax.sequences import bounded, holders, owners
 from kda_jax.transforms import varying_as
 
 CHUNK = 64
@@ -39,47 +39,69 @@ GROUP = 8
 MOST_DECAY = -1e4
 
 
-def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
-    """`(out [B, T, HV, V], after [N, HV, V, K])` in XLA.
+def chunks_and_states(
+    q, k, v, log_decay, beta, start, live, cu_seqlens=None, *, static, every=None
+):
+    """`(out [B, T, HV, V], after [N, HV, V, K])` in XLA; with `every` also the states on the way.
 
-    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
-    outs are zeros.
+    Args:
+      start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
+        outs are zeros.
+      cu_seqlens: `[N+1]`, or `(begins [N], ends [N])` of sequences in order; None for rows.
+      every: None, or after how many tokens a state is kept, a multiple of CHUNK: third,
+        `[P, HV, V, K]`, those of the first sequence, then those of the second, and so on.
     """
     tensors = (q, k, v, log_decay, beta)
     precision = "highest" if q.dtype == k.dtype == v.dtype == jnp.float32 else "default"
     group = functools.partial(_group, static=static, precision=precision)
-    start = varying_as(start, *tensors, live, cu_seqlens)
     if cu_seqlens is None:
-        return _rows(tensors, start, live, group)
-    return _end_to_end(tensors, start, live, cu_seqlens, group)
+        start = varying_as(start, *tensors, live)
+        out, after, kept = _rows(tensors, start, live, group, every)
+    else:
+        if not isinstance(cu_seqlens, tuple):
+            bounds = bounded(cu_seqlens, static.sizes.T)
+            cu_seqlens = bounds[:-1], bounds[1:]
+        start = varying_as(start, *tensors, live, *cu_seqlens)
+        out, after, kept = _end_to_end(tensors, start, live, cu_seqlens, group, every)
+    return (out, after) if every is None else (out, after, kept)
 
 
-def _rows(tensors, start, live, group):
-    """`(out, after)` where each row is one sequence."""
+def _rows(tensors, start, live, group, every):
+    """`(out, after, kept)` where each row is one sequence."""
     B, T = tensors[0].shape[:2]
     turns, size = _turns(-(-T // CHUNK))
     tokens = size * CHUNK
+    count = 0 if every is None else T // every
 
     def in_turns(x):
         x = jnp.pad(x, [(0, 0), (0, turns * tokens - T), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(x.reshape(B, turns, tokens, *x.shape[2:]), 1, 0)
 
-    def turn(state, tensors):
+    def turn(carry, given):
+        (state, kept), (number, tensors) = carry, given
         tensors = [
             jnp.where(live.reshape(B, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
             for x in tensors
         ]
-        out, _, state = group(tensors, state)
-        return state, out
+        out, states, state = group(tensors, state)
+        if count:
+            done = (number * size + jnp.arange(1, size + 1, dtype=jnp.int32)) * CHUNK
+            at = done // every - 1
+            kept = _put(kept, at, (done % every == 0) & (at < count), states)
+        return (state, kept), out
 
     state = start.reshape(-1, *start.shape[2:])
-    state, out = _loop(turn, state, [in_turns(x) for x in tensors])
+    kept = varying_as(jnp.zeros((count, *state.shape), state.dtype), state)
+    numbers = jnp.arange(turns, dtype=jnp.int32)
+    (state, kept), out = _loop(turn, (state, kept), (numbers, [in_turns(x) for x in tensors]))
     out = jnp.moveaxis(out, 0, 1).reshape(B, turns * tokens, *out.shape[3:])
-    return out[:, :T], state.reshape(start.shape)
+    kept = jnp.moveaxis(kept.reshape(count, *start.shape), 0, 1)
+    return out[:, :T], state.reshape(start.shape), kept.reshape(B * count, *start.shape[1:])
 
 
-def _end_to_end(tensors, start, live, cu_seqlens, group):
-    """`(out, after)` where N sequences lie end to end: T // CHUNK + N chunks hold their tokens.
+def _end_to_end(tensors, start, live, ranges, group, every):
+    """`(out, after, kept)` where N sequences lie end to end: T // CHUNK + N chunks hold their
+    tokens.
 
     Indices that point nowhere lie behind the last, each another one: no two are the same, and the
     derivative's sums need no atomics.
@@ -87,14 +109,15 @@ def _end_to_end(tensors, start, live, cu_seqlens, group):
     T, N = tensors[0].shape[1], live.shape[0]
     turns, size = _turns(T // CHUNK + N)
     n = turns * size
-    bounds = jnp.clip(cu_seqlens, 0, T)  # no boundary reaches past the tokens, whatever it is
-    numbers, lengths = jnp.arange(n, dtype=jnp.int32), jnp.maximum(bounds[1:] - bounds[:-1], 0)
+    begins, ends = ranges
+    numbers, lengths = jnp.arange(n, dtype=jnp.int32), ends - begins
     # The first chunk of each sequence; and whose each chunk is: N behind the last.
     chunks = jnp.concatenate(
         [jnp.zeros(1, jnp.int32), jnp.cumsum((lengths + CHUNK - 1) // CHUNK, dtype=jnp.int32)]
     )
     owner = owners(chunks, n)
-    begins, ends = jnp.append(bounds[:-1], 0), jnp.append(bounds[1:], 0)
+    token_owner, token = holders(begins, ends, T), jnp.arange(T, dtype=jnp.int32)
+    begins, ends = jnp.append(begins, 0), jnp.append(ends, 0)
     shown = jnp.append(live, False)
     places = jnp.arange(n * CHUNK, dtype=jnp.int32).reshape(n, CHUNK)
     at = begins[owner][:, None] + places - (chunks[owner] * CHUNK)[:, None]
@@ -102,30 +125,46 @@ def _end_to_end(tensors, start, live, cu_seqlens, group):
     take = jnp.where(inside, at, T + places)
     first = (owner < N) & (numbers == chunks[owner])
     last = (owner < N) & (numbers == jnp.append(chunks[1:], 0)[owner] - 1)
+    at_kept, is_kept = numbers, jnp.zeros(n, bool)
+    if every is not None:
+        done = (numbers - chunks[owner] + 1) * CHUNK
+        counts = jnp.cumsum(lengths // every, dtype=jnp.int32)
+        at_kept = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])[owner] + done // every - 1
+        is_kept = (owner < N) & (done % every == 0) & (done <= jnp.append(lengths, 0)[owner])
 
     def gathered(x):
         x = x.reshape(-1, *x.shape[2:]).at[take].get(**_APART, fill_value=0)
         return x.reshape(turns, 1, size * CHUNK, *x.shape[2:])
 
     def turn(carry, given):
-        (state, after), (tensors, owner, first, last) = carry, given
+        (state, after, kept), (tensors, owner, first, last, at_kept, is_kept) = carry, given
         nowhere = N + jnp.arange(size, dtype=jnp.int32)
         starts = start.at[jnp.where(first, owner, nowhere)].get(**_APART, fill_value=0)
         out, states, state = group(tensors, state, (first, starts))
-        after = after.at[jnp.where(last, owner, nowhere)].add(
-            jnp.moveaxis(states, 1, 0), mode="drop", unique_indices=True
-        )
-        return (state, after), out
+        after = _put(after, owner, last, states)
+        if every is not None:
+            kept = _put(kept, at_kept, is_kept, states)
+        return (state, after, kept), out
 
     zeros = varying_as(jnp.zeros_like(start), start)
     state = varying_as(jnp.zeros(start.shape[1:], start.dtype), start)
-    of_chunks = [x.reshape(turns, size) for x in (owner, first, last)]
+    count = 0 if every is None else T // every
+    kept = varying_as(jnp.zeros((count, *start.shape[1:]), start.dtype), start)
+    of_chunks = [x.reshape(turns, size) for x in (owner, first, last, at_kept, is_kept)]
     given = [gathered(x) for x in tensors], *of_chunks
-    (_, after), out = _loop(turn, (state, zeros), given)
-    token_owner, token = owners(bounds, T), jnp.arange(T, dtype=jnp.int32)
+    (_, after, kept), out = _loop(turn, (state, zeros, kept), given)
     at = (chunks * CHUNK - begins)[token_owner] + token
     at = jnp.where(shown[token_owner], at, n * CHUNK + token)
-    return out.reshape(-1, *out.shape[3:]).at[at].get(**_APART, fill_value=0)[None], after
+    return out.reshape(-1, *out.shape[3:]).at[at].get(**_APART, fill_value=0)[None], after, kept
+
+
+def _put(places, at, where, states):
+    """Adds to `places` `[n, ...]` the states `[lanes, chunks, ...]` of some chunks, each once."""
+    nowhere = places.shape[0] + jnp.arange(at.shape[0], dtype=jnp.int32)
+    states = jnp.moveaxis(states, 1, 0)
+    return places.at[jnp.where(where, at, nowhere)].add(
+        states.reshape(-1, *places.shape[1:]), mode="drop", unique_indices=True
+    )
 
 
 _APART = dict(mode="fill", unique_indices=True)

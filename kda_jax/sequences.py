@@ -21,19 +21,20 @@ def validate_cu_seqlens(
       cu_seqlens: `[N+1]` integers, a NumPy or JAX array or a list (a JAX array is fetched from its
         device): sequence n is tokens `cu_seqlens[n]` to `cu_seqlens[n+1] - 1`. Equal neighbours are
         an empty sequence.
-      total: T, the tokens of all sequences together. Tokens that fill up a batch to a compiled size
-        belong to a last, padded sequence.
+      total: T, the tokens of the batch. Those behind the last boundary fill it up to a compiled
+        size: they belong to no sequence.
 
     Raises:
-      ContractError: they do not start at 0, decrease, or do not end at the total.
+      ContractError: they do not start at 0, decrease, or end behind the total.
       TypeError: they are traced, or not integers.
 
     >>> validate_cu_seqlens([0, 3, 3, 8], 8)
-    >>> validate_cu_seqlens([0, 3, 7], 8)  # doctest: +ELLIPSIS
+    >>> validate_cu_seqlens([0, 3, 7, 7], 8)
+    >>> validate_cu_seqlens([0, 3, 9], 8)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     kda_contracts.judge.ContractError: kda_jax.validate_cu_seqlens: the boundaries break ...
-      cu_seqlens[2], the last, is 7: it must be 8, the number of tokens
+      cu_seqlens[2], the last, is 9: there are 8 tokens
     """
     if isinstance(cu_seqlens, jax.core.Tracer):
         raise TypeError(
@@ -55,16 +56,20 @@ def validate_cu_seqlens(
                 f"cu_seqlens[{n + 1}] is {end}, less than cu_seqlens[{n}], which is {start}: "
                 "a sequence cannot end before it starts"
             )
-    if bounds[-1] != total:
+    if bounds[-1] > total:
         faults.append(
-            f"cu_seqlens[{len(bounds) - 1}], the last, is {bounds[-1]}: "
-            f"it must be {total}, the number of tokens"
+            f"cu_seqlens[{len(bounds) - 1}], the last, is {bounds[-1]}: there are {total} tokens"
         )
     if faults:
         shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
         raise ContractError(
             "\n  ".join(["kda_jax.validate_cu_seqlens: the boundaries break the contract", *shown])
         )
+
+
+def bounded(cu_seqlens, T):
+    """Boundaries as every implementation takes them, whatever they hold: from 0 to T, ascending."""
+    return jax.lax.cummax(jnp.clip(cu_seqlens, 0, T))
 
 
 def owners(cu_seqlens, T):
@@ -77,6 +82,16 @@ def owners(cu_seqlens, T):
         - 1
     )
     return jnp.where(owner < 0, N, owner)
+
+
+def holders(begins, ends, T):
+    """`[T]` int32: the one of some sequences that holds each token, and their number for none.
+
+    begins, ends: `[n]`, ascending; behind the last sequence they may be T.
+    """
+    n, token = begins.shape[0], jnp.arange(T, dtype=begins.dtype)
+    holder = jnp.searchsorted(begins, token, side="right").astype(jnp.int32) - 1
+    return jnp.where((holder >= 0) & (token < jnp.append(ends, 0)[holder]), holder, n)
 
 
 def positions(cu_seqlens, owner):

@@ -235,10 +235,11 @@ def make_decode(
       implementation: of the recurrence.
 
     Returns:
-      A function `(params, x, cache, slots) -> (y, cache)` for `jit`, with everything as `place`
-      puts it, `x` `[B, D]` and `slots` `[B]` (on a mesh of Explicit axes they must be placed too).
-      Slots are global; with `rows`, a row's slot must be one of the shard that the row is on, or
-      the row is a padded one there.
+      A function `(params, x, cache, slots, sources=None) -> (y, cache)` for `jit`, with everything
+      as `place` puts it, `x` `[B, D]`, `slots` and `sources` `[B]` (on a mesh of Explicit axes they
+      must be placed too). Slots are global; with `rows`, a row's slot must be one of the shard that
+      the row is on, or the row is a padded one there. So must its source, or the row starts from
+      nothing.
 
     Raises:
       ContractError: as `kda_decode`, and for heads that cannot be cut so.
@@ -255,13 +256,19 @@ def make_decode(
     cuts, (y, *_) = specs(LAYER_DECODE, heads=heads, rows=rows)
     cache = cache_specs(heads, rows)
 
-    def step(params, x, cache, slots):
-        slots = _own(slots, cache, rows)
-        y, cache = kda_decode(params, x, cache, slots, config=config, implementation=implementation)
+    def step(params, x, cache, slots, sources):
+        slots, sources = (_own(each, cache, rows) for each in (slots, sources))
+        options = dict(config=config, sources=sources, implementation=implementation)
+        y, cache = kda_decode(params, x, cache, slots, **options)
         return _summed(y, heads), cache
 
-    cuts = (params_specs(params, heads), cuts["x"], cache, cuts["slots"])
-    return jax.shard_map(step, mesh=mesh, in_specs=cuts, out_specs=(y, cache), check_vma=False)
+    cuts = (params_specs(params, heads), cuts["x"], cache, cuts["slots"], cuts["sources"])
+    over_mesh = jax.shard_map(step, mesh=mesh, in_specs=cuts, out_specs=(y, cache), check_vma=False)
+
+    def decode(params, x, cache, slots, sources=None):
+        return over_mesh(params, x, cache, slots, sources)
+
+    return decode
 
 
 def make_prefill(
@@ -279,7 +286,7 @@ def make_prefill(
       mesh, config, params, heads, rows, implementation: as `make_decode`.
 
     Returns:
-      A function `(params, x, cache, slots, cu_seqlens, fresh=None) -> (y, cache)` for `jit`.
+      A function `(params, x, cache, slots, cu_seqlens, sources=None) -> (y, cache)` for `jit`.
       Without `rows`, `x` is `[T, D]`, `slots` `[N]`, `cu_seqlens` `[N+1]`. With R shards of rows,
       each has T/R tokens and N/R sequences of its own, end to end from its first token, and
       `cu_seqlens` is `[R, N/R+1]`.
@@ -299,10 +306,10 @@ def make_prefill(
     split_heads(config.H, config.HV, 1 if heads is None else mesh.shape[heads])
     cache = cache_specs(heads, rows)
 
-    def step(params, x, cache, slots, cu_seqlens, fresh):
+    def step(params, x, cache, slots, cu_seqlens, sources):
         cu_seqlens = cu_seqlens if rows is None else cu_seqlens[0]
-        slots = _own(slots, cache, rows)
-        options = dict(config=config, fresh=fresh, implementation=implementation)
+        slots, sources = (_own(each, cache, rows) for each in (slots, sources))
+        options = dict(config=config, sources=sources, implementation=implementation)
         y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, **options)
         return _summed(y, heads), cache
 
@@ -313,9 +320,8 @@ def make_prefill(
         step, mesh=mesh, in_specs=cuts, out_specs=(tokens, cache), check_vma=False
     )
 
-    def prefill(params, x, cache, slots, cu_seqlens, fresh=None):
-        fresh = jnp.zeros(slots.shape, bool) if fresh is None else fresh
-        return over_mesh(params, x, cache, slots, cu_seqlens, fresh)
+    def prefill(params, x, cache, slots, cu_seqlens, sources=None):
+        return over_mesh(params, x, cache, slots, cu_seqlens, sources)
 
     return prefill
 
@@ -323,7 +329,7 @@ def make_prefill(
 def _own(slots, cache, rows):
     return (
         slots
-        if rows is None
+        if rows is None or slots is None
         else local_slots(slots, jax.lax.axis_index(rows), cache.state.shape[0])
     )
 

@@ -110,14 +110,7 @@ def with_transforms_of(plain, kernel, keeping, gradients, named=lambda kept: kep
     the last two are a loop. named: gives what is kept the names that `jax.checkpoint` goes by.
     Forward mode is refused, by JAX.
     """
-    batched = jax.custom_batching.custom_vmap(kernel)
-
-    @batched.def_vmap
-    def rule(axis_size, mapped, *operands):
-        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped)
-        results = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*operands)
-        return results, jax.tree.map(lambda _: True, results)
-
+    batched = in_xla_under_vmap(plain, kernel)
     looped = loop_over_mapped(keeping)
 
     def forward(*operands):
@@ -127,6 +120,19 @@ def with_transforms_of(plain, kernel, keeping, gradients, named=lambda kept: kep
     differentiable = jax.custom_vjp(lambda *operands: batched(*operands))
     differentiable.defvjp(forward, loop_over_mapped(gradients))
     return differentiable
+
+
+def in_xla_under_vmap(plain, kernel):
+    """`kernel` of arrays, and under vmap `plain`, the same in XLA."""
+    batched = jax.custom_batching.custom_vmap(kernel)
+
+    @batched.def_vmap
+    def rule(axis_size, mapped, *operands):
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped)
+        results = jax.vmap(plain, in_axes=axes, axis_size=axis_size)(*operands)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return batched
 
 
 def loop_over_mapped(function):

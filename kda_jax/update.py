@@ -1,17 +1,21 @@
 """Several tokens a sequence: the operator with its gates, and the recurrence without them.
 
-Over 350 lines, since half of them are the docstrings of three public operators.
+Over 350 lines, since half of them are the docstrings of four public operators.
 """
 
+import dataclasses
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, ContractError
+from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, RECURRENT_VERIFY, ContractError
 from kda_jax import call, dispatch, pools
 from kda_jax.call import Array, Implementation, Pool
+from kda_jax.sequences import owners, positions
 
 
 def fused_sigmoid_gating_kda_update(
@@ -25,6 +29,7 @@ def fused_sigmoid_gating_kda_update(
     initial_state_source: Pool,
     initial_state_indices: Array,
     *,
+    source_indices: Array | None = None,
     cu_seqlens: Array | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = True,
@@ -62,6 +67,9 @@ def fused_sigmoid_gating_kda_update(
         of S*HV*V*K elements. The whole pool.
       initial_state_indices: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded
         one.
+      source_indices: None, or `[N]` integer; the slots that the sequences start from. Outside
+        `[0, S)`: a zero state. A slot that one sequence reads and another writes is the caller's
+        mistake (`validate_slots` finds it).
       cu_seqlens: None, or `[N+1]` int32 or int64, from 0 on: sequence n is tokens `cu_seqlens[n]`
         to `cu_seqlens[n+1] - 1` (`validate_cu_seqlens` checks the values on the host).
       scale: factor on q, a static finite number > 0; None is `K**-0.5`.
@@ -72,15 +80,19 @@ def fused_sigmoid_gating_kda_update(
       allow_neg_eigval: whether beta is doubled, to `(0, 2)`.
       update_state: whether the slot takes the state after the last token. False leaves it alone: a
         draft is verified.
-      intermediate_states: False; or True, to return the state after every token; or `[B, T]`
-        integer, slots of the pool that take it (outside `[0, S)`: not kept). They must differ from
-        each other and from all other sequences' slots.
-      num_accepted_tokens: None, or `[N]` integer, at most the sequence's length, with slots in
-        `intermediate_states`: sequence n starts from the state that the last call left in its slot
-        of token `num_accepted_tokens[n] - 1` (a zero state if that was not kept), so that a
-        rejected token costs nothing. Where it is 0, or more than the length, it starts from its own
-        slot: right only if no token was accepted since that slot was written. A target model that
-        adds a token of its own always accepts one. Where none may be accepted, use `commit`.
+      intermediate_states: False; or True, to return the state after every token; or slots of the
+        pool that take it, integers: a table `[N, L]`, whose column t is that of each sequence's
+        token t, with L >= T unless there is `cu_seqlens`; or `[B, T]`, one for each token. Outside
+        `[0, S)`: not kept. They must differ from each other and from all other sequences' slots.
+      num_accepted_tokens: None, or `[N]` integer, with slots in `intermediate_states`: how many
+        tokens of the last call were accepted. Sequence n starts from the state that the last call
+        left in column `num_accepted_tokens[n] - 1` of its row (a zero state if that was not kept),
+        however many tokens this call has, so that a rejected token costs nothing. Where it is 0,
+        or more than there are columns, it starts from its source or its own slot: right only if no
+        token was accepted since that slot was written. A target model that adds a token of its own
+        always accepts one. Where none may be accepted, use `commit`. Slots `[1, T]` beside
+        `cu_seqlens` have no columns: there token `num_accepted_tokens[n] - 1` of the sequence
+        counts as this call cuts it.
       out_dtype: dtype of `out`; None is that of `v`.
       implementation: "auto", "mosaic_gpu", "triton" or "xla", as in `packed_decode`.
 
@@ -120,7 +132,11 @@ def fused_sigmoid_gating_kda_update(
         b=b,
         initial_state_source=initial_state_source,
     )
-    operands |= dict(initial_state_indices=initial_state_indices, cu_seqlens=cu_seqlens)
+    operands |= dict(
+        initial_state_indices=initial_state_indices,
+        source_indices=source_indices,
+        cu_seqlens=cu_seqlens,
+    )
     gate = dict(
         lower_bound=lower_bound, softplus_beta=softplus_beta, softplus_threshold=softplus_threshold
     )
@@ -146,6 +162,7 @@ def recurrent_kda(
     pool: Pool,
     slots: Array,
     *,
+    sources: Array | None = None,
     cu_seqlens: Array | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -165,6 +182,8 @@ def recurrent_kda(
       beta: `[B, T, HV]` float; update strength, after the sigmoid.
       pool: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
       slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one.
+      sources: None, or `[N]` integer; the slots that the sequences start from. Outside `[0, S)`: a
+        zero state.
       cu_seqlens, scale, use_qk_l2norm_in_kernel: as in `fused_sigmoid_gating_kda_update`.
       update_state, intermediate_states, num_accepted_tokens: likewise.
       out_dtype, implementation: likewise.
@@ -194,7 +213,7 @@ def recurrent_kda(
     operands = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, pool=pool, slots=slots)
     return _run(
         RECURRENT_KDA,
-        operands | dict(cu_seqlens=cu_seqlens),
+        operands | dict(sources=sources, cu_seqlens=cu_seqlens),
         dict(intermediate_states=intermediate_states, num_accepted_tokens=num_accepted_tokens),
         dict(
             scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=update_state
@@ -205,24 +224,113 @@ def recurrent_kda(
     )
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k", "v", "log_decay", "beta"],
+    meta_fields=["use_qk_l2norm_in_kernel"],
+)
+@dataclass(frozen=True)
+class Drafts:
+    """What `recurrent_verify` keeps of its tokens, so that `commit` runs some of them again.
+
+    A pytree; k, v, log_decay and beta as they came, and whether k is yet to be normalized. With
+    K = V = 128, bfloat16 and float32 decays it is 1 kB a token and head, where a state is 64 kB.
+    """
+
+    k: Any  # [B, T, H, K]
+    v: Any  # [B, T, HV, V]
+    log_decay: Any  # [B, T, HV, K]
+    beta: Any  # [B, T, HV]
+    use_qk_l2norm_in_kernel: bool = False
+
+
+def recurrent_verify(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    pool: Pool,
+    slots: Array,
+    *,
+    sources: Array | None = None,
+    cu_seqlens: Array | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, Drafts]:
+    """The read-outs of drafted tokens. The pool is read and not written; `commit` advances it.
+
+    Args:
+      q: `[B, T, H, K]` float; queries.
+      k: `[B, T, H, K]` float; keys.
+      v: `[B, T, HV, V]` float; values.
+      log_decay: `[B, T, HV, K]` float; natural log of the decay per key channel, <= 0.
+      beta: `[B, T, HV]` float; update strength, after the sigmoid.
+      pool: `[S, HV, V, K]` float, an array or a `jax.Ref`; the whole pool.
+      slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: a padded one.
+      sources: None, or `[N]` integer; the slots that the sequences start from. Outside `[0, S)`: a
+        zero state.
+      cu_seqlens, scale, use_qk_l2norm_in_kernel: as in `fused_sigmoid_gating_kda_update`.
+      out_dtype, implementation: likewise.
+
+    Returns:
+      out: `[B, T, HV, V]`, as `recurrent_kda` gives it.
+      drafts: `Drafts`, what `commit` takes.
+
+    Effects:
+      None.
+
+    Raises:
+      ContractError, TypeError, NotImplementedError: as `packed_decode`.
+
+    >>> import jax.numpy as jnp
+    >>> q, k, v = jnp.ones((3, 1, 2, 1, 1))
+    >>> no_decay, beta = jnp.zeros((1, 2, 1, 1)), jnp.full((1, 2, 1), 0.5)
+    >>> pool = jnp.zeros((2, 1, 1, 1))
+    >>> out, drafts = recurrent_verify(q, k, v, no_decay, beta, pool, jnp.array([1]))
+    >>> out.ravel().tolist(), commit(pool, drafts, jnp.array([1]), jnp.array([1])).ravel().tolist()
+    ([0.5, 0.75], [0.0, 0.5])
+    """
+    operands = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, pool=pool, slots=slots)
+    out, _ = _run(
+        RECURRENT_VERIFY,
+        operands | dict(sources=sources, cu_seqlens=cu_seqlens),
+        {},
+        dict(scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel),
+        {},
+        out_dtype=out_dtype,
+        implementation=implementation,
+    )
+    k, v, log_decay, beta = map(jnp.asarray, (k, v, log_decay, beta))
+    return out, Drafts(k, v, log_decay, beta, use_qk_l2norm_in_kernel)
+
+
 def commit(
     pool: Pool,
-    intermediate: Array,
+    intermediate: Array | Drafts,
     slots: Array,
     num_accepted: Array,
     *,
+    sources: Array | None = None,
     cu_seqlens: Array | None = None,
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """Advances the pool by the accepted tokens of a verified draft, and by no others.
 
     Args:
       pool: `[S, HV, V, K]` float, an array or a `jax.Ref`.
-      intermediate: `[B, T, HV, V, K]` float: the states after every token, as
-        `intermediate_states=True` returns them; rounded to the pool's dtype.
+      intermediate: `Drafts`, as `recurrent_verify` returns them, whose accepted tokens are run
+        again: the same bits as one call of `recurrent_kda` over them. Or `[B, T, HV, V, K]` float:
+        the states after every token, as `intermediate_states=True` returns them; rounded to the
+        pool's dtype.
       slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: passed over.
       num_accepted: `[N]` integer, 0 to the sequence's length. 0, or more than that, leaves the slot
         as it is.
-      cu_seqlens: as it was in the call that made the states.
+      sources: with `Drafts`, as in the call that made them.
+      cu_seqlens: as it was in the call that made the drafts or states.
+      implementation: with `Drafts`, as in `recurrent_kda`; states are XLA's.
 
     Returns:
       The pool; None for a Ref.
@@ -231,7 +339,7 @@ def commit(
       As `packed_decode`: in place where the pool is donated inside `jit`, or a Ref.
 
     Raises:
-      ContractError: a shape or dtype does not fit.
+      ContractError: a shape or dtype does not fit. NotImplementedError: as `packed_decode`.
 
     >>> import jax.numpy as jnp
     >>> # Two sequences of three drafted tokens.
@@ -239,48 +347,94 @@ def commit(
     >>> commit(pool, states, jnp.array([3, 0]), jnp.array([2, 0])).ravel().tolist()
     [0.0, 0.0, 0.0, 2.0]
     """
-    arrays = dict(
-        pool=pool,
-        intermediate=intermediate,
-        slots=slots,
-        num_accepted=num_accepted,
-        cu_seqlens=cu_seqlens,
-    )
-    arrays, _ = call.taken(COMMIT, arrays)
+    drafted = isinstance(intermediate, Drafts)
+    indices = dict(slots=slots, num_accepted=num_accepted, sources=sources, cu_seqlens=cu_seqlens)
+    tensors = dict(intermediate=intermediate)
+    if drafted:
+        tensors = {name: getattr(intermediate, name) for name in ("k", "v", "log_decay", "beta")}
+    elif sources is not None:
+        raise ContractError(
+            f"{COMMIT.name}: `sources` go with Drafts: states were made from their own already"
+        )
+    arrays, sizes = call.taken(COMMIT, dict(pool=pool) | tensors | indices)
+    choice = None
+    if drafted:
+        choice = dispatch.choose(COMMIT, implementation, sizes, arrays).name
     if call.is_cut(arrays):
         specs = call.result_cuts(COMMIT, arrays)
-        return call.in_auto_axes(commit, COMMIT.name, arrays, specs)
-    indices = (pools.as_int32(arrays[x]) for x in ("slots", "num_accepted", "cu_seqlens"))
-    return _commit(pool, arrays["intermediate"], *indices)
+        again = functools.partial(_commit_again, intermediate if drafted else None, choice)
+        return call.in_auto_axes(again, COMMIT.name, arrays, specs)
+    if drafted and 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
+        return pools.unchanged(arrays["pool"])
+    narrow = {name: pools.as_int32(arrays[name]) for name in indices}
+    if not drafted:
+        del narrow["sources"]
+        return _commit(arrays["pool"], arrays["intermediate"], **narrow)
+    return _run_again(arrays, sizes, intermediate.use_qk_l2norm_in_kernel, choice, **narrow)
+
+
+def _commit_again(drafts, choice, /, **arrays):
+    """`commit` of its operands by name; `drafts`: None, or what those of a draft come from."""
+    if drafts is not None:
+        names = ("k", "v", "log_decay", "beta")
+        fields: dict[str, Any] = {name: arrays.pop(name) for name in names}
+        arrays["intermediate"] = dataclasses.replace(drafts, **fields)
+        arrays["implementation"] = choice
+    return commit(**arrays)
+
+
+def _run_again(arrays, sizes, l2norm, name, *, slots, num_accepted, sources, cu_seqlens):
+    """The pool behind the accepted tokens of drafts."""
+    k, v = arrays["k"], arrays["v"]
+    static = call.Static(
+        op="kda_update",
+        sizes=sizes,
+        maths=call.maths_of(sizes.K, activated=True, scale=1.0, use_qk_l2norm_in_kernel=l2norm),
+        out_dtype=jnp.dtype(v.dtype),
+    )
+    _, within = _last_accepted(num_accepted, v.shape[:2], cu_seqlens)
+    operands = call.Operands(
+        q=k,  # nobody reads what comes out
+        k=k,
+        v=v,
+        a=arrays["log_decay"],
+        b=arrays["beta"],
+        pool=arrays["pool"],
+        slots=slots,
+        sources=sources,
+        cu_seqlens=cu_seqlens,
+        lengths=jnp.where(within, num_accepted, 0),
+    )
+    return dispatch.run(name, operands, static)[1]
 
 
 @jax.jit
-def _commit(pool, intermediate, slots, accepted, cu_seqlens):
-    state, slots = pools.opened(pool, slots, intermediate, accepted, cu_seqlens)
+def _commit(pool, intermediate, slots, num_accepted, cu_seqlens):
+    state, slots = pools.opened(pool, slots, intermediate, num_accepted, cu_seqlens)
     S, (B, T) = state.shape[0], intermediate.shape[:2]
     if 0 not in (B, T, S):
-        last, within = _last_accepted(accepted, (B, T), cu_seqlens)
+        last, within = _last_accepted(num_accepted, (B, T), cu_seqlens)
         states = intermediate.reshape(B * T, *state.shape[1:])[last].astype(state.dtype)
         state = pools.write(state, slots, states, where=within)
     return pools.closed(pool, state)
 
 
 def _run(contract, operands, draft, options, gate, *, out_dtype, implementation):
-    """Contract, choice and call of both operators.
+    """Contract, choice and call of the operators.
 
-    Over 60 lines, since both operators meet here.
+    Over 60 lines, since all of them meet here.
     """
-    asked = draft["intermediate_states"]
+    asked = draft.get("intermediate_states", False)
     returned = asked is True
     if isinstance(asked, bool):
-        draft = draft | dict(intermediate_states=None)
+        draft = {name: x for name, x in draft.items() if name != "intermediate_states"}
     elif isinstance(asked, int):
         raise ContractError(
             f"{contract.name}: `intermediate_states` must be True, False or slots [B, T] "
             "(got an int)"
         )
     arrays, sizes = call.taken(contract, operands | draft, **options, **gate, out_dtype=out_dtype)
-    writes, accepted = arrays["intermediate_states"], arrays["num_accepted_tokens"]
+    writes, accepted = arrays.get("intermediate_states"), arrays.get("num_accepted_tokens")
     if accepted is not None and writes is None:
         raise ContractError(
             f"{contract.name}: `num_accepted_tokens` picks from the slots in "
@@ -288,7 +442,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         )
     pool = arrays[contract.pool]
     choice = dispatch.choose(contract, implementation, sizes, arrays)
-    activated = contract is RECURRENT_KDA
+    activated = contract is not KDA_UPDATE
     if call.is_cut(arrays):
         statics = dict(options, **gate, out_dtype=out_dtype, implementation=choice.name)
         return _in_auto_axes(contract, arrays, statics, returned)
@@ -299,7 +453,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         sizes=sizes,
         maths=call.maths_of(sizes.K, activated=activated, **options, **gate),
         out_dtype=jnp.dtype(v.dtype if out_dtype is None else out_dtype),
-        update_state=bool(options["update_state"]),
+        update_state=contract is not RECURRENT_VERIFY and bool(options["update_state"]),
         intermediate=returned,
     )
     if pools.is_ref(pool) and len(shape) == 1:
@@ -310,8 +464,9 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         out, state = call.nothing(static, pool)
         states = (jnp.zeros((*out.shape, sizes.K), pool.dtype),) if returned else ()
         return out, state, *states
-    slots = pools.as_int32(arrays["slots" if activated else "initial_state_indices"])
-    cu_seqlens, writes = map(pools.as_int32, (arrays["cu_seqlens"], writes))
+    names = ("slots", "sources") if activated else ("initial_state_indices", "source_indices")
+    slots, sources = (pools.as_int32(arrays[name]) for name in names)
+    cu_seqlens, table = map(pools.as_int32, (arrays["cu_seqlens"], writes))
     operands = call.Operands(
         q=arrays["q"],
         k=arrays["k"],
@@ -322,37 +477,64 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
         dt_bias=arrays.get("dt_bias"),
         pool=pool if len(shape) == 4 else jnp.reshape(pool, (sizes.S, sizes.HV, sizes.V, sizes.K)),
         slots=slots,
-        sources=_accepted(pools.as_int32(accepted), slots, writes, cu_seqlens),
+        sources=_accepted(pools.as_int32(accepted), slots, sources, table, cu_seqlens),
         cu_seqlens=cu_seqlens,
-        writes=writes,
+        writes=_of_tokens(table, cu_seqlens, (sizes.B, sizes.T)),
     )
     out, state, states = dispatch.run(choice.name, operands, static)
     state = state if state is None else state.reshape(shape)
     return (out, state, states) if returned else (out, state)
 
 
+OPERATORS = {
+    KDA_UPDATE.name: fused_sigmoid_gating_kda_update,
+    RECURRENT_KDA.name: recurrent_kda,
+    RECURRENT_VERIFY.name: recurrent_verify,
+}
+
+
 def _in_auto_axes(contract, arrays, statics, returned):
     """The call again, where Explicit mesh axes cut an operand."""
-    op = recurrent_kda if contract is RECURRENT_KDA else fused_sigmoid_gating_kda_update
-    further = ()
+    op, further = OPERATORS[contract.name], ()
     if returned:
-        del arrays["intermediate_states"]
         statics = statics | dict(intermediate_states=True)
         further = ("B T HV V K",)
     specs = call.result_cuts(contract, arrays, *further)
     again = functools.partial(op, **statics)
+    if contract is RECURRENT_VERIFY:
+        out = call.in_auto_axes(lambda **x: again(**x)[0], contract.name, arrays, specs[:1])
+        return out, None
     return call.in_auto_axes(again, contract.name, arrays, specs)
 
 
-def _accepted(accepted, slots, writes, cu_seqlens):
-    """`[N]`: the slot that each sequence starts from: that of its last accepted token, or its own.
+def _of_tokens(table, cu_seqlens, shape):
+    """`[B, T]`: the slot of each token, -1 for one that the table has no column for."""
+    T = shape[1]
+    if table is None or table.shape == shape:
+        return table
+    if cu_seqlens is None:
+        return table[:, :T]
+    bounds = jnp.clip(cu_seqlens, 0, T)
+    owner = owners(bounds, T)
+    row, column = jnp.minimum(owner, table.shape[0] - 1), positions(bounds, owner)
+    kept = (owner < table.shape[0]) & (column < table.shape[1])
+    slots = table[row, jnp.clip(column, 0, max(table.shape[1] - 1, 0))]
+    return jnp.where(kept, slots, -1)[None]
 
-    None where nothing was said of accepted tokens.
+
+def _accepted(accepted, slots, sources, table, cu_seqlens):
+    """`[N]`: the slot that each sequence starts from: that of its last accepted token, or its
+    source, or its own. None where nothing was said of either.
     """
     if accepted is None:
-        return None
-    last, within = _last_accepted(accepted, writes.shape, cu_seqlens)
-    return jnp.where(within, writes.reshape(-1)[last], slots)
+        return sources
+    own = slots if sources is None else sources
+    if 0 in table.shape:
+        return own
+    # One row of a single sequence is a table too.
+    by_column = cu_seqlens is None or table.shape[0] == slots.shape[0]
+    last, within = _last_accepted(accepted, table.shape, None if by_column else cu_seqlens)
+    return jnp.where(within, table.reshape(-1)[last], own)
 
 
 def _last_accepted(accepted, shape, cu_seqlens):

@@ -116,12 +116,16 @@ def require_containers(name, **arguments):
     """Refuses what is not a layer's own dataclass, such as a dict of the same arrays."""
     kinds = dict(params=KDAParams, cache=KDACache, config=KDAConfig)
     for argument, x in arguments.items():
-        kind = kinds[argument]
-        if not isinstance(x, kind):
-            raise ContractError(
-                f"{name}: `{argument}` must be a {kind.__name__} (got {type(x).__name__}); "
-                f"from a dict x of its fields it is {kind.__name__}(**x)"
-            )
+        require_container(name, argument, x, kinds[argument])
+
+
+def require_container(name, argument, x, kind):
+    """Refuses what is not of this dataclass."""
+    if not isinstance(x, kind):
+        raise ContractError(
+            f"{name}: `{argument}` must be a {kind.__name__} (got {type(x).__name__}); "
+            f"from a dict x of its fields it is {kind.__name__}(**x)"
+        )
 
 
 def letters(config: KDAConfig, params: KDAParams) -> dict:

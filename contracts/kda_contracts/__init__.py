@@ -30,11 +30,14 @@ from kda_contracts.kda import COMMIT as COMMIT
 from kda_contracts.kda import KDA_UPDATE as KDA_UPDATE
 from kda_contracts.kda import PACKED_DECODE as PACKED_DECODE
 from kda_contracts.kda import RECURRENT_KDA as RECURRENT_KDA
+from kda_contracts.kda import RECURRENT_VERIFY as RECURRENT_VERIFY
 from kda_contracts.layer import CHECKPOINT as CHECKPOINT
 from kda_contracts.layer import KDA_CONFIG as KDA_CONFIG
 from kda_contracts.layer import LAYER_APPLY as LAYER_APPLY
+from kda_contracts.layer import LAYER_COMMIT as LAYER_COMMIT
 from kda_contracts.layer import LAYER_DECODE as LAYER_DECODE
 from kda_contracts.layer import LAYER_PREFILL as LAYER_PREFILL
+from kda_contracts.layer import LAYER_VERIFY as LAYER_VERIFY
 from kda_contracts.model_config import layer_numbers as layer_numbers
 from kda_contracts.model_config import numbers_of as numbers_of
 from kda_contracts.normalize import normalize_a as normalize_a

@@ -13,4 +13,6 @@ AXES = {
     "C": "channels of the short convolution, 2*H*K+HV*V of a layer's",
     "D": "hidden size of the model",
     "R": "rank of the forget gate's two projections",
+    "L": "columns of a table of slots, one for each token of the longest draft",
+    "M": "checkpoints of a sequence: states kept on the way",
 }

@@ -2,7 +2,18 @@
 
 from dataclasses import replace
 
-from kda_contracts.spec import CU_SEQLENS, FLOATS, INDICES, Contract, Operand, Option, Rule
+from kda_contracts.spec import (
+    CHECKPOINT_EVERY,
+    CHECKPOINTS,
+    CU_SEQLENS,
+    FLOATS,
+    INDICES,
+    TOGETHER,
+    Contract,
+    Operand,
+    Option,
+    Rule,
+)
 
 _RANK = "`{argument}` must be {expected} (got ndim={array.ndim})."
 _SHAPE = "`{argument}` must have shape {wanted} (got {array.shape})."
@@ -23,6 +34,13 @@ def _rules(ranked, shaped):
 
 _WEIGHT = Operand("weight", "C W", FLOATS, "the taps; the last column meets the newest input")
 _POOL = Operand("pool", "S C W-1", FLOATS, "the last inputs of each slot, oldest first")
+_SOURCES = Operand(
+    "sources",
+    "N",
+    INDICES,
+    "slot that a sequence continues; outside [0, S): nothing",
+    required=False,
+)
 _BIAS = Operand("bias", "C", FLOATS, "added before SiLU", required=False)
 
 CONV_DECODE = Contract(
@@ -32,6 +50,7 @@ CONV_DECODE = Contract(
         _WEIGHT,
         _POOL,
         Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+        replace(_SOURCES, axes="B"),
         _BIAS,
     ),
     results=(
@@ -39,7 +58,7 @@ CONV_DECODE = Contract(
         replace(_POOL, meaning="the updated pool"),
     ),
     options=(),
-    rules=_rules("x weight pool slots bias", "weight pool slots bias"),
+    rules=_rules("x weight pool slots sources bias", "weight pool slots sources bias"),
     pool="pool",
     anchor="x",
     sizes_from=("x", "weight", "pool"),
@@ -53,26 +72,26 @@ CONV_PREFILL = Contract(
         _POOL,
         Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
         replace(CU_SEQLENS, required=True),
-        Operand(
-            "sources",
-            "N",
-            INDICES,
-            "slot that a sequence continues; outside [0, S): nothing",
-            required=False,
-        ),
+        _SOURCES,
+        CHECKPOINTS,
         _BIAS,
     ),
     results=(
         Operand("y", "T C", FLOATS, "the convolved channels, after SiLU"),
         replace(_POOL, meaning="the updated pool"),
     ),
-    options=(),
-    rules=_rules(
-        "x weight pool slots cu_seqlens sources bias", "weight pool cu_seqlens sources bias"
+    options=(CHECKPOINT_EVERY,),
+    rules=(
+        *_rules(
+            "x weight pool slots cu_seqlens sources checkpoints bias",
+            "weight pool cu_seqlens sources checkpoints bias",
+        ),
+        *TOGETHER,
+        Rule("option", "checkpoint_every", _DTYPE),
     ),
     pool="pool",
     anchor="x",
-    sizes_from=("x", "weight", "pool", "slots"),
+    sizes_from=("x", "weight", "pool", "slots", "checkpoints"),
 )
 
 GATED_RMS_NORM = Contract(

@@ -137,6 +137,8 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
     if rule.kind == "needed":
         lonely = argument not in given and rule.beside not in given
         return (rule.message, (remedy.NEEDED,)) if lonely else None
+    if rule.kind == "beside":
+        return (rule.message, (remedy.BESIDE,)) if rule.beside not in given else None
     if rule.kind == "alone":
         return (rule.message, (remedy.ALONE,)) if rule.beside in given else None
     if rule.kind in ("multiple", "equal"):
@@ -172,6 +174,7 @@ def _judge(contract: Contract, rule: Rule, argument: str, given: dict, arrays: d
         "rank",
         "shape",
         "layout",
+        "table",
         "batch",
         "heads",
         "numel",
@@ -236,6 +239,8 @@ def _breaks(contract, kind, argument, arrays, sizes):
         return parts_of_slots or not any(
             _has_shape(array, shape) for shape in entry.shapes(sizes)
         ), {}
+    if kind == "table":
+        return not _is_table(array, entry.shape(sizes), sizes, "cu_seqlens" in arrays), {}
     if kind == "numel":
         return differ(array.size, math.prod(wanted)) if None not in (
             wanted := entry.shape(sizes)
@@ -277,6 +282,16 @@ def _against(contract, rule, argument, given):
     return (
         (rule.message.format(got=got, wanted=wanted), (cure,) if cure else ()) if broken else None
     )
+
+
+def _is_table(array, wanted, sizes, varlen):
+    """Whether slots are one for each token of the call, or a row of them for each sequence."""
+    if _has_shape(array, wanted):
+        return True
+    if array.ndim != 2 or differ(array.shape[0], sizes.get("N")):
+        return False
+    T = sizes.get("T")
+    return varlen or not (known(T) and known(array.shape[1])) or array.shape[1] >= T
 
 
 def _has_shape(array, wanted):

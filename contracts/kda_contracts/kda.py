@@ -3,7 +3,20 @@
 Over 350 lines, since a table is read as one: the operators over several tokens share their rules.
 """
 
-from kda_contracts.spec import CU_SEQLENS, FLOATS, INDICES, Contract, Operand, Option, Rule
+from dataclasses import replace
+
+from kda_contracts.spec import (
+    CHECKPOINT_EVERY,
+    CHECKPOINTS,
+    CU_SEQLENS,
+    FLOATS,
+    INDICES,
+    TOGETHER,
+    Contract,
+    Operand,
+    Option,
+    Rule,
+)
 
 PACKED_DECODE = Contract(
     name="kda_jax.packed_decode",
@@ -133,6 +146,13 @@ _TOKENS = (
     Operand("k", "B T H K", FLOATS, "keys"),
     Operand("v", "B T HV V", FLOATS, "values"),
 )
+_SOURCES = Operand(
+    "sources",
+    "N",
+    INDICES,
+    "slot that a sequence starts from; outside [0, S): a zero state",
+    required=False,
+)
 _DRAFT = (
     CU_SEQLENS,
     Operand(
@@ -141,6 +161,7 @@ _DRAFT = (
         INDICES,
         "slot that the state after each token is written to; outside [0, S): not written",
         required=False,
+        also=("N L",),
     ),
     Operand(
         "num_accepted_tokens",
@@ -149,6 +170,13 @@ _DRAFT = (
         "which of those slots a sequence starts from",
         required=False,
     ),
+)
+# What a draft keeps of its tokens.
+_DRAFTED = (
+    Operand("k", "B T H K", FLOATS, "keys"),
+    Operand("v", "B T HV V", FLOATS, "values"),
+    Operand("log_decay", "B T HV K", FLOATS, "natural log of the decay, <= 0"),
+    Operand("beta", "B T HV", FLOATS, "update strength, after the sigmoid"),
 )
 _UPDATE_OPTIONS = (
     Option("scale", "positive", "factor on q"),
@@ -162,11 +190,22 @@ _UPDATE_RESULTS = (
 )
 
 
-def _update_rules(
-    pool, slots, gates, options, *own, draft="intermediate_states num_accepted_tokens"
-):
-    """The rules of an operator over several tokens; `own`, before the pool's: its gates' rules."""
-    operands = f"q k v {gates} {pool} {slots} cu_seqlens {draft}"
+_TABLE = Rule(
+    "table",
+    "intermediate_states",
+    "`{argument}` must have shape {wanted}, or [N, L] with a column for each token "
+    "(got {array.shape}).",
+)
+
+
+def _update_rules(pool, slots, gates, options, *own, further, behind=()):
+    """The rules of an operator over several tokens.
+
+    `own`, before the pool's: its gates' rules. `further`: names of operands of one shape. `behind`:
+    rules of others, whose dtypes are judged too.
+    """
+    others = " ".join(x for rule in behind if rule.kind == "table" for x in rule.arguments.split())
+    operands = f"q k v {gates} {pool} {slots} cu_seqlens {further} {others}".strip()
     return (
         Rule("rank", "q k v", "`{argument}` must be a 4D tensor (got ndim={array.ndim})."),
         Rule("rank", slots, "`{argument}` must be 1D (got ndim={array.ndim})."),
@@ -194,9 +233,10 @@ def _update_rules(
         ),
         Rule(
             "shape",
-            draft,
+            further,
             "`{argument}` must have shape {wanted} (got {array.shape}).",
         ),
+        *behind,
         Rule("dtype", f"{operands} out_dtype", "`{argument}` must be {allowed} (got {got})."),
         Rule("option", options, "`{argument}` must be {allowed} (got {got})."),
     )
@@ -227,6 +267,7 @@ KDA_UPDATE = Contract(
             INDICES,
             "slot of each sequence; outside [0, S): a padded one",
         ),
+        replace(_SOURCES, name="source_indices"),
         *_DRAFT,
     ),
     results=_UPDATE_RESULTS,
@@ -259,33 +300,51 @@ KDA_UPDATE = Contract(
             "numel", "dt_bias", "Unexpected dt_bias shape: {array.shape}; expected numel={elements}"
         ),
         Rule("layout", "a b", "Unexpected {argument} shape for {form}: {array.shape}"),
+        further="source_indices num_accepted_tokens",
+        behind=(_TABLE,),
     ),
     pool="initial_state_source",
     anchor="q",
     sizes_from=("q", "v", "initial_state_indices", "initial_state_source"),
 )
 
+_GATES = Rule(
+    "shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."
+)
+_OPERANDS = (
+    *_TOKENS,
+    *_DRAFTED[2:],
+    Operand("pool", "S HV V K", FLOATS, "the whole state pool"),
+    Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
+    _SOURCES,
+)
+_OF_POOL = ("pool", "slots", "log_decay beta", "scale use_qk_l2norm_in_kernel")
+
 RECURRENT_KDA = Contract(
     name="kda_jax.recurrent_kda",
-    operands=(
-        *_TOKENS,
-        Operand("log_decay", "B T HV K", FLOATS, "natural log of the decay, <= 0"),
-        Operand("beta", "B T HV", FLOATS, "update strength, after the sigmoid"),
-        Operand("pool", "S HV V K", FLOATS, "the whole state pool"),
-        Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
-        *_DRAFT,
-    ),
+    operands=(*_OPERANDS, *_DRAFT),
     results=_UPDATE_RESULTS,
     options=_UPDATE_OPTIONS,
     rules=_update_rules(
-        "pool",
-        "slots",
-        "log_decay beta",
+        *_OF_POOL[:3],
         "scale use_qk_l2norm_in_kernel update_state",
-        Rule(
-            "shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."
-        ),
+        _GATES,
+        further="sources num_accepted_tokens",
+        behind=(_TABLE,),
     ),
+    pool="pool",
+    anchor="q",
+    sizes_from=("q", "v", "slots", "pool"),
+)
+
+_WITHOUT_UPDATE = tuple(option for option in _UPDATE_OPTIONS if option.name != "update_state")
+
+RECURRENT_VERIFY = Contract(
+    name="kda_jax.recurrent_verify",
+    operands=(*_OPERANDS, CU_SEQLENS),
+    results=(_UPDATE_RESULTS[0], *_DRAFTED),
+    options=_WITHOUT_UPDATE,
+    rules=_update_rules(*_OF_POOL, _GATES, further="sources"),
     pool="pool",
     anchor="q",
     sizes_from=("q", "v", "slots", "pool"),
@@ -293,43 +352,38 @@ RECURRENT_KDA = Contract(
 
 CHUNK_KDA = Contract(
     name="kda_jax.chunk_kda",
-    operands=(
-        *RECURRENT_KDA.operands[:7],
-        Operand(
-            "sources",
-            "N",
-            INDICES,
-            "slot that a sequence starts from; outside [0, S): a zero state",
-            required=False,
-        ),
-        CU_SEQLENS,
-    ),
+    operands=(*_OPERANDS, CU_SEQLENS, CHECKPOINTS),
     results=_UPDATE_RESULTS,
-    options=tuple(option for option in _UPDATE_OPTIONS if option.name != "update_state"),
+    options=(*_WITHOUT_UPDATE, CHECKPOINT_EVERY),
     rules=_update_rules(
-        "pool",
-        "slots",
-        "log_decay beta",
-        "scale use_qk_l2norm_in_kernel",
-        Rule(
-            "shape", "log_decay beta", "`{argument}` must have shape {wanted} (got {array.shape})."
-        ),
-        draft="sources",
+        *_OF_POOL[:3],
+        "scale use_qk_l2norm_in_kernel checkpoint_every",
+        _GATES,
+        *TOGETHER,
+        further="sources checkpoints",
     ),
     pool="pool",
     anchor="q",
-    sizes_from=("q", "v", "slots", "pool"),
+    sizes_from=("q", "v", "slots", "pool", "checkpoints"),
 )
 
 COMMIT = Contract(
     name="kda_jax.commit",
     operands=(
         Operand("pool", "S HV V K", FLOATS, "the whole state pool"),
-        Operand("intermediate", "B T HV V K", FLOATS, "the states after every token"),
+        Operand(
+            "intermediate",
+            "B T HV V K",
+            FLOATS,
+            "the states after every token",
+            required=False,
+        ),
+        *(replace(operand, required=False) for operand in _DRAFTED),
         Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): passed over"),
         Operand(
             "num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"
         ),
+        _SOURCES,
         CU_SEQLENS,
     ),
     results=(Operand("state", "S HV V K", FLOATS, "the updated pool"),),
@@ -337,31 +391,32 @@ COMMIT = Contract(
     rules=(
         Rule(
             "rank",
-            "pool intermediate slots",
+            "pool intermediate k v slots",
             "`{argument}` must be {expected} (got ndim={array.ndim}).",
         ),
         Rule(
             "device",
-            "intermediate slots num_accepted cu_seqlens",
+            "intermediate k v log_decay beta slots num_accepted sources cu_seqlens",
             "All inputs must be on the same device.",
         ),
         Rule(
             "form",
-            "intermediate",
-            "`intermediate` of a {form} call must have {wanted_rows} (got B={B}, N={N}).",
+            "intermediate k",
+            "`{argument}` of a {form} call must have {wanted_rows} (got B={B}, N={N}).",
         ),
         Rule(
             "shape",
-            "intermediate num_accepted cu_seqlens",
+            "intermediate k v log_decay beta num_accepted sources cu_seqlens",
             "`{argument}` must have shape {wanted} (got {array.shape}).",
         ),
+        Rule("heads", "v", "Invalid head config: HV={HV} must be a multiple of H={H}."),
         Rule(
             "dtype",
-            "pool intermediate slots num_accepted cu_seqlens",
+            "pool intermediate k v log_decay beta slots num_accepted sources cu_seqlens",
             "`{argument}` must be {allowed} (got {got}).",
         ),
     ),
     pool="pool",
     anchor="pool",
-    sizes_from=("pool", "intermediate", "slots"),
+    sizes_from=("pool", "intermediate", "k", "v", "slots"),
 )

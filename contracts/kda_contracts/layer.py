@@ -3,7 +3,19 @@
 from dataclasses import replace
 
 from kda_contracts.axes import AXES
-from kda_contracts.spec import CU_SEQLENS, FLOATS, INDICES, Contract, Layout, Operand, Option, Rule
+from kda_contracts.spec import (
+    CHECKPOINT_EVERY,
+    CHECKPOINTS,
+    CU_SEQLENS,
+    FLOATS,
+    INDICES,
+    TOGETHER,
+    Contract,
+    Layout,
+    Operand,
+    Option,
+    Rule,
+)
 
 LOWER_BOUND = Option("lower_bound", "negative", "lower bound of the log decay (safe gate)")
 NORM_EPS = Option("norm_eps", "positive", "added to the mean of the squares", required=True)
@@ -68,19 +80,24 @@ POOLS = (
 )
 
 
-def _layer(name, x, *indices, pools=POOLS, sizes_from, own=()):
+def _layer(name, x, *indices, pools=POOLS, sizes_from, own=(), options=(), results=None):
     """The contract of a layer's call: its input, weights as `x @ w` takes them, pools, indices.
 
-    `own`: the rules that no other call of the layer has.
+    `own`: the rules that no other call of the layer has. `options`: likewise. `results`: those
+    behind y, where they are not the pools.
     """
     names = " ".join(weight.name for weight in WEIGHTS if weight.name not in FULL_RANK)
     others = " ".join(operand.name for operand in (*pools, *indices))
+    judged = " ".join(option.name for option in (LOWER_BOUND, NORM_EPS, *options))
     by_rank = " ".join(("x", *(pool.name for pool in pools if pool.name == "state")))
     return Contract(
         name=name,
         operands=(x, *WEIGHTS, *pools, *indices),
-        results=(Operand("y", x.axes, FLOATS, "the layer's output"), *pools),
-        options=(LOWER_BOUND, NORM_EPS),
+        results=(
+            Operand("y", x.axes, FLOATS, "the layer's output"),
+            *(pools if results is None else results),
+        ),
+        options=(LOWER_BOUND, NORM_EPS, *options),
         rules=(
             Rule("rank", by_rank, "`{argument}` must be {expected} (got ndim={array.ndim})."),
             *own,
@@ -106,7 +123,7 @@ def _layer(name, x, *indices, pools=POOLS, sizes_from, own=()):
                 f"x {names} {' '.join(FULL_RANK)} {others}",
                 "`{argument}` must be {allowed} (got {got}).",
             ),
-            Rule("option", "lower_bound norm_eps", "`{argument}` must be {allowed} (got {got})."),
+            Rule("option", judged, "`{argument}` must be {allowed} (got {got})."),
         ),
         pool="state" if pools else "",
         anchor="x",
@@ -114,10 +131,19 @@ def _layer(name, x, *indices, pools=POOLS, sizes_from, own=()):
     )
 
 
+_SOURCES = Operand(
+    "sources",
+    "N",
+    INDICES,
+    "slot that a sequence starts from; outside [0, S): from nothing",
+    required=False,
+)
+
 LAYER_DECODE = _layer(
     "kda_jax.kda_decode",
     Operand("x", "B D", FLOATS, "the normed input, one token a row"),
     Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
+    replace(_SOURCES, axes="B"),
     sizes_from=("f_down", "state", "x"),
 )
 LAYER_PREFILL = _layer(
@@ -125,8 +151,48 @@ LAYER_PREFILL = _layer(
     Operand("x", "T D", FLOATS, "the normed inputs of all sequences"),
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
     replace(CU_SEQLENS, required=True),
-    Operand("fresh", "N", ("bool",), "whether a sequence starts from nothing", required=False),
-    sizes_from=("f_down", "state", "x", "slots"),
+    _SOURCES,
+    CHECKPOINTS,
+    sizes_from=("f_down", "state", "x", "slots", "checkpoints"),
+    own=TOGETHER,
+    options=(CHECKPOINT_EVERY,),
+)
+_DRAFTED = (
+    Operand("inputs", "N T 2*H*K+HV*V", FLOATS, "inputs of the short convolution"),
+    Operand("k", "N T H K", FLOATS, "keys"),
+    Operand("v", "N T HV V", FLOATS, "values"),
+    Operand("log_decay", "N T HV K", FLOATS, "natural log of the decay, <= 0"),
+    Operand("beta", "N T HV", FLOATS, "update strength, after the sigmoid"),
+)
+LAYER_VERIFY = _layer(
+    "kda_jax.kda_verify",
+    Operand("x", "N T D", FLOATS, "the normed inputs of each sequence's drafted tokens"),
+    Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
+    _SOURCES,
+    sizes_from=("f_down", "state", "x"),
+    results=_DRAFTED,
+)
+_COMMITTED = (
+    *_DRAFTED,
+    *POOLS,
+    Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): passed over"),
+    Operand("num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"),
+    _SOURCES,
+)
+_NAMES = " ".join(operand.name for operand in _COMMITTED)
+LAYER_COMMIT = Contract(
+    name="kda_jax.kda_commit",
+    operands=_COMMITTED,
+    results=POOLS,
+    options=(),
+    rules=(
+        Rule("rank", "state k", "`{argument}` must be {expected} (got ndim={array.ndim})."),
+        Rule("shape", _NAMES, "`{argument}` must have shape {wanted} (got {array.shape})."),
+        Rule("dtype", _NAMES, "`{argument}` must be {allowed} (got {got})."),
+    ),
+    pool="state",
+    anchor="k",
+    sizes_from=("v", "conv", "state", "k"),
 )
 LAYER_APPLY = _layer(
     "kda_jax.kda_apply",

@@ -10,11 +10,13 @@ from kda_contracts.arrays import dtype_name
 ALLOWED = {
     "flag": "True or False",
     "size": "a whole number from 1 to 2147483647",
+    "chunks": "a multiple of 64 from 64 to 2147483584",
     "positive": "a finite number above 0",
     "negative": "a finite number below 0",
     "nonnegative": "a finite number, 0 or above",
     "number": "a finite number",
 }
+WHOLE = {"size": 1, "chunks": 64}  # what a whole number is a multiple of
 IN_RANGE = {
     "positive": lambda number: number > 0,
     "negative": lambda number: number < 0,
@@ -37,7 +39,7 @@ def judge_option(kind, option, value):
     if is_bool != (option.kind == "flag") or isinstance(value, (str, bytes)):
         return allowed, shown, ()
     try:
-        number = operator.index(value) if option.kind == "size" else float(value)
+        number = operator.index(value) if option.kind in WHOLE else float(value)
     except TypeError as error:
         if not is_array:
             return allowed, shown, ()
@@ -49,8 +51,9 @@ def judge_option(kind, option, value):
         return allowed, shown, ()
     if option.kind == "flag":
         return None
-    if option.kind == "size":
-        return None if 0 < number < 2**31 else (allowed, shown, ())
+    if option.kind in WHOLE:
+        right = 0 < number < 2**31 and number % WHOLE[option.kind] == 0
+        return None if right else (allowed, shown, ())
     held = _as_float32(number)
     if math.isfinite(held) and IN_RANGE[option.kind](held):
         return None

@@ -10,7 +10,17 @@ from kda_contracts.arrays import differ, known, longer_axes
 LAYOUT = "copy it first: x.contiguous() in torch, np.ascontiguousarray(x) in NumPy"
 NEEDED = "without a `lower_bound`, pass A_log; None means zeros only for the safe gate"
 ALONE = "pass one of them; the segments of several rows are `segment_ids`"
-SLOTS = ("_indices", "slots", "sources", "accepted", "accepted_tokens", "intermediate_states")
+BESIDE = "column m of `checkpoints` takes the state after (m + 1) * checkpoint_every tokens"
+SLOTS = (
+    "_indices",
+    "slots",
+    "sources",
+    "destinations",
+    "accepted",
+    "accepted_tokens",
+    "intermediate_states",
+    "checkpoints",
+)
 POOLS = ("initial_state", "initial_state_source", "pool", "state")
 NO_RANK = "None is an output gate of full rank"
 
@@ -174,6 +184,10 @@ def _tokens(operand, array):
             "rows of tokens are for kda_apply, without cache and slots; or lay them end to end: "
             f"x.reshape({B * T}, {D}) with cu_seqlens = {array.library}.arange({B + 1}) * {T}"
         )
+    if axes == ["B", "D"] and array.ndim == 3:
+        return "several tokens a row: kda_verify takes drafts, and kda_prefill prompts"
+    if axes == ["N", "T", "D"] and array.ndim == 2:
+        return "one token of each sequence: x[:, None]"
     if axes == ["B", "T", "D"] and array.ndim == 2:
         return "one row, or sequences that lie end to end: x[None]"
     return None

@@ -81,6 +81,15 @@ CU_SEQLENS = Operand(
 )
 
 
+CHECKPOINTS = Operand(
+    "checkpoints",
+    "N M",
+    INDICES,
+    "slot that takes the state after every so many tokens; outside [0, S): not kept",
+    required=False,
+)
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way in which a layer is released. `known_by` are the tensors that identify it: all of
@@ -105,13 +114,16 @@ class Option:
     required: bool = False
 
 
+CHECKPOINT_EVERY = Option("checkpoint_every", "chunks", "tokens from one checkpoint to the next")
+
+
 @dataclass(frozen=True)
 class Rule:
     """One condition: what is judged, on which arguments, and the first line of its error.
 
     `kind`: see judge.py. `beside` names the argument beside which this one may be left out (of the
-    kind "needed"), that it must be a multiple of ("multiple") or equal to ("equal"), or beside
-    which it may not be given ("alone").
+    kind "needed"), that it must be a multiple of ("multiple") or equal to ("equal"), beside which
+    it may not be given ("alone"), or without which it may not ("beside").
     """
 
     kind: str
@@ -123,6 +135,15 @@ class Rule:
     def shared(self):
         """Whether the message speaks of several arguments, so that a detail must name its own."""
         return " " in self.arguments and "{argument}" not in self.message
+
+
+TOGETHER = tuple(
+    Rule("beside", argument, "`checkpoints` and `checkpoint_every` come together.", beside=other)
+    for argument, other in (
+        ("checkpoints", "checkpoint_every"),
+        ("checkpoint_every", "checkpoints"),
+    )
+)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,13 @@ import pytest
 
 import kda_contracts
 from kda_contracts import (
+    COMMIT,
     KDA_CONFIG,
     LAYER_APPLY,
+    LAYER_COMMIT,
     LAYER_DECODE,
     LAYER_PREFILL,
+    LAYER_VERIFY,
     LOG_DECAY,
     Contract,
     ContractError,
@@ -20,12 +23,15 @@ from kda_contracts import (
     check,
 )
 
-LAYERS = (LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL)
+LAYERS = (LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL, LAYER_VERIFY)
 CONTRACTS = [x for x in vars(kda_contracts).values() if isinstance(x, Contract)]
-SIZES = dict(B=3, T=5, N=3, S=9, H=2, HV=4, K=8, V=16, W=4, D=7, R=6, C=10) | {"...": (3, 5)}
+SIZES = dict(B=3, T=5, N=3, S=9, H=2, HV=4, K=8, V=16, W=4, D=7, R=6, C=10, M=2) | {"...": (3, 5)}
 NUMBERS = dict(D=7, H=2, HV=4, K=8, V=16, W=4, lower_bound=-5.0, norm_eps=1e-5, gate_rank=16)
-OPTIONS = dict(flag=True, positive=0.5, negative=-5.0, number=20.0, nonnegative=0.0, size=3)
-WRONG_OPTIONS = dict(flag=2, positive=-0.5, negative=0.5, number=math.inf, nonnegative=-1.0, size=0)
+OPTIONS = dict(
+    flag=True, positive=0.5, negative=-5.0, number=20.0, nonnegative=0.0, size=3, chunks=64
+)
+WRONG_OPTIONS = dict(flag=2, positive=-0.5, negative=0.5, number=math.inf, nonnegative=-1.0)
+WRONG_OPTIONS |= dict(size=0, chunks=96)
 CASES = [
     pytest.param(contract, number, argument, id=f"{contract.name[8:]}-{number}-{argument}")
     for contract in CONTRACTS
@@ -88,6 +94,8 @@ def breaks(contract, rule, argument):
 
     if rule.kind == "option":
         return [changed(WRONG_OPTIONS[entry.kind]), changed("text"), changed([1])]
+    if rule.kind == "beside":
+        return [{name: x for name, x in right.items() if name != rule.beside}]
     if rule.kind == "alone":
         right = call(contract, B=1)
         return [right | {rule.beside: Tensor((4,), "int32")}]
@@ -121,7 +129,9 @@ def breaks(contract, rule, argument):
     if rule.kind == "compact":  # a gap between heads, which are whole themselves
         return [changed(x.but(strides=(2 * strides[0], 2 * strides[1], *strides[2:])))]
     if rule.kind == "form":
-        return [call(contract, N=SIZES["B"] + 1)]
+        right = call(contract, N=SIZES["B"] + 1)
+        others = {"intermediate", "k"} - {argument} if contract is COMMIT else ()
+        return [{name: x for name, x in right.items() if name not in others}]
     if rule.kind == "channels":
         return [call(contract, K=0)]
     if rule.kind == "heads":
@@ -134,7 +144,7 @@ def breaks(contract, rule, argument):
         return [changed(x.but(shape=(SIZES["B"], values + extra[rule.kind])))]
     if rule.kind == "batch":
         return [changed(longer(x, 0))]
-    # shape, layout, numel: the last axis, the first, the rank
+    # shape, layout, table, numel: the last axis, the first, the rank
     return [
         changed(longer(x, len(x.shape) - 1)),
         changed(longer(x, 0)),
@@ -172,12 +182,12 @@ def test_no_operand_and_no_option_is_left_unjudged(contract):
     operands = {operand.name for operand in contract.operands}
     assert judged["dtype"] | judged["option"] == set(contract.by_name)
     assert operands <= judged["dtype"]
-    several = len(operands) > 1 and contract not in LAYERS
+    several = len(operands) > 1 and contract not in (*LAYERS, LAYER_COMMIT)
     assert judged["device"] == (operands - {contract.anchor} if several else set())
-    shapes = ("shape", "layout", "numel", "rank", "packed_width")
+    shapes = ("shape", "layout", "table", "numel", "rank", "packed_width")
     by_shape = [rule.arguments for rule in contract.rules if rule.kind in shapes]
     assert operands <= set(" ".join(by_shape).split())
-    whole = ("shape", "layout", "numel", "packed_width")
+    whole = ("shape", "layout", "table", "numel", "packed_width")
     read = {contract.pool, *contract.sizes_from}  # a letter may be read from an operand of a rank
     by_whole = [rule.arguments for rule in contract.rules if rule.kind in whole]
     assert operands - read <= set(" ".join(by_whole).split())

@@ -16,6 +16,7 @@ from kda_contracts import (
     LAYER_APPLY,
     LAYER_DECODE,
     LAYER_PREFILL,
+    LAYER_VERIFY,
     LOG_DECAY,
     PACKED_DECODE,
     RECURRENT_KDA,
@@ -364,6 +365,24 @@ OF_A_LAYERS_TOKENS = [
         "segment_ids",
         np.ones((2, 4), "i4"),
         "`x` (2, 3, 7) has T=3 and `segment_ids` (2, 4) has T=4: one of the two is wrong",
+    ),
+    (
+        LAYER_DECODE,
+        "x",
+        np.zeros((2, 3, 7), "f4"),
+        "several tokens a row: kda_verify takes drafts, and kda_prefill prompts",
+    ),
+    (
+        LAYER_VERIFY,
+        "x",
+        np.zeros((2, 7), "f4"),
+        "one token of each sequence: x[:, None]",
+    ),
+    (
+        LAYER_PREFILL,
+        "checkpoints",
+        np.zeros((2, 1), "i4"),
+        "column m of `checkpoints` takes the state after (m + 1) * checkpoint_every tokens",
     ),
 ]
 OF_A_LAYERS_TOKENS_BESIDE_BOUNDARIES = [

@@ -14,6 +14,7 @@ from kda_contracts import (
     LAYER_APPLY,
     LAYER_DECODE,
     LAYER_PREFILL,
+    LAYER_VERIFY,
     BadFileError,
     ContractError,
     check,
@@ -136,7 +137,7 @@ def test_random_weights_of_an_allowed_config_are_the_steps(gate_rank, lower_boun
 
 
 @pytest.mark.parametrize(
-    "contract", [LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL], ids=lambda x: x.name
+    "contract", [LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL, LAYER_VERIFY], ids=lambda x: x.name
 )
 def test_a_layers_step_judges_its_bound_and_epsilon_under_their_own_names(contract):
     sizes = dict(D=7, H=2, HV=4, K=8, V=16, W=4)
@@ -144,7 +145,7 @@ def test_a_layers_step_judges_its_bound_and_epsilon_under_their_own_names(contra
     x = {
         operand.name: np.zeros(operand.shape(more), operand.dtypes[0])
         for operand in contract.operands
-        if contract is not LAYER_APPLY or operand.name != "cu_seqlens"
+        if operand.name != ("cu_seqlens" if contract is LAYER_APPLY else "checkpoints")
     }
     check(contract, sizes, **x, lower_bound=None, norm_eps=1e-5)
     with pytest.raises(ContractError) as caught:

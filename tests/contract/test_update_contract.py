@@ -99,7 +99,8 @@ WRONG = [
     (
         DENSE,
         {"intermediate_states": zeros(4, dtype=np.int32)},
-        "`intermediate_states` must have shape (4, 3) (got (4,)).",
+        "`intermediate_states` must have shape (4, 3), or [N, L] with a column for each token "
+        "(got (4,)).",
     ),
     (
         DENSE,
@@ -223,7 +224,7 @@ def test_traced_options_are_refused():
     [
         ([1, 3, 10], r"cu_seqlens\[0\] is 1: the first sequence starts at 0"),
         ([0, 5, 3, 10], r"cu_seqlens\[2\] is 3, less than cu_seqlens\[1\], which is 5"),
-        ([0, 5], r"cu_seqlens\[1\], the last, is 5: it must be 10, the number of tokens"),
+        ([0, 11], r"cu_seqlens\[1\], the last, is 11: there are 10 tokens"),
     ],
 )
 def test_wrong_boundaries_are_named(bounds, message):

@@ -104,7 +104,7 @@ def test_a_fresh_sequence_forgets_its_slot():
         jnp.array([2, 3]),
         jnp.array([0, 4, 9]),
         config=config,
-        fresh=jnp.array([True, False]),
+        sources=jnp.array([-1, 3]),
     )
     empty = kda_jax.init_cache(config, S, conv_dtype=jnp.float32)
     wanted, _ = prefill(params, x[:4], empty, jnp.array([2]), jnp.array([0, 4]), config=config)
@@ -298,9 +298,23 @@ def test_messages(holder, change, message):
 def test_what_only_prefill_or_the_gate_can_have_wrong():
     config, params, cache = make("softplus, low rank")
     x, slots, bounds = inputs(2, config.D), jnp.array([0]), jnp.array([0, 2])
-    for fresh in (jnp.array([True, False]), jnp.array([1])):
-        with pytest.raises(ContractError, match="`fresh` must"):
-            kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config, fresh=fresh)
+    for sources in (jnp.array([1, -1]), jnp.array([True])):
+        with pytest.raises(ContractError, match="`sources` must"):
+            kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config, sources=sources)
+    for options, message in (
+        (dict(checkpoints=jnp.array([[1]])), "`checkpoints` and `checkpoint_every` come together"),
+        (dict(checkpoint_every=64), "`checkpoints` and `checkpoint_every` come together"),
+        (
+            dict(checkpoints=jnp.array([[1]]), checkpoint_every=96),
+            r"`checkpoint_every` must be a multiple of 64 from 64 to 2147483584 \(got int 96\)",
+        ),
+        (
+            dict(checkpoints=jnp.array([1]), checkpoint_every=64),
+            r"`checkpoints` must have shape \[N, M\] \(got \(1,\)\)",
+        ),
+    ):
+        with pytest.raises(ContractError, match=message):
+            kda_jax.kda_prefill(params, x, cache, slots, bounds, config=config, **options)
     for change, message in (
         (
             dict(g_down=None),

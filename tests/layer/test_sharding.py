@@ -15,10 +15,13 @@ from kda_contracts import (
     COMMIT,
     KDA_UPDATE,
     LAYER_APPLY,
+    LAYER_COMMIT,
     LAYER_DECODE,
     LAYER_PREFILL,
+    LAYER_VERIFY,
     PACKED_DECODE,
     RECURRENT_KDA,
+    RECURRENT_VERIFY,
     ContractError,
 )
 from kda_jax import sharding
@@ -118,11 +121,13 @@ def test_prefill_equals_one_device(shape, names):
 def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
     mesh, (params, cache) = mesh_of((2, 4), ("dp", "tp")), layer(CONFIG)
     x, slots = jax.random.normal(jax.random.key(3), (8, CONFIG.D)), jnp.array([1, 6])
-    fresh, bounds = jnp.array([True, False]), jnp.array([0, 4, 8])
-    wanted, after = kda_jax.kda_prefill(params, x, cache, slots, bounds, config=CONFIG, fresh=fresh)
+    sources, bounds = jnp.array([-1, 6]), jnp.array([0, 4, 8])
+    wanted, after = kda_jax.kda_prefill(
+        params, x, cache, slots, bounds, config=CONFIG, sources=sources
+    )
     params, cache = sharding.place(mesh, CONFIG, params, cache, heads="tp", rows="dp")
     step = jax.jit(sharding.make_prefill(mesh, CONFIG, params, heads="tp", rows="dp"))
-    y, got = step(params, x, cache, slots, jnp.array([[0, 4], [0, 4]]), fresh)
+    y, got = step(params, x, cache, slots, jnp.array([[0, 4], [0, 4]]), sources)
     assert_near(y, wanted, LIMIT)
     assert_near(got.state, after.state, LIMIT)
 
@@ -225,6 +230,8 @@ WEIGHTS |= dict.fromkeys(("q_conv", "k_conv", "v_conv", "o_proj"), FIRST)
 BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
 WEIGHTS |= dict.fromkeys(("A_log", "dt_bias", "g_bias", *BIASES), P("tp"))
 WEIGHTS |= dict.fromkeys(("f_down", "g_down", "norm"), WHOLE)
+DRAFTED = TOKENS | dict(log_decay=TOKENS["k"], beta=P("dp", None, "tp"))
+del DRAFTED["q"]
 POOLS = dict(conv=P("dp", "tp", None), state=POOL)
 CUTS = {
     PACKED_DECODE: dict(
@@ -241,25 +248,33 @@ CUTS = {
         **dict.fromkeys(("a", "b"), P("dp", None, "tp")),
         initial_state_source=POOL,
         initial_state_indices=P("dp"),
+        source_indices=P("dp"),
     ),
     COMMIT: dict(
         pool=POOL,
         intermediate=P("dp", None, "tp", None, None),
         slots=P("dp"),
         num_accepted=P("dp"),
+        sources=P("dp"),
         cu_seqlens=CU_SEQLENS,
+        **DRAFTED,
     ),
     LAYER_APPLY: WEIGHTS
     | dict(x=P("dp", None, None), segment_ids=P("dp", None), cu_seqlens=CU_SEQLENS),
-    LAYER_DECODE: WEIGHTS | POOLS | dict(x=P("dp", None), slots=P("dp")),
+    LAYER_DECODE: WEIGHTS | POOLS | dict(x=P("dp", None), slots=P("dp"), sources=P("dp")),
     LAYER_PREFILL: WEIGHTS
     | POOLS
-    | dict(x=WHOLE, slots=P("dp"), cu_seqlens=CU_SEQLENS, fresh=P("dp")),
+    | dict(x=WHOLE, slots=P("dp"), cu_seqlens=CU_SEQLENS, sources=P("dp"))
+    | dict(checkpoints=P("dp", None)),
+    LAYER_VERIFY: WEIGHTS | POOLS | dict(x=P("dp", None, None), slots=P("dp"), sources=P("dp")),
+    LAYER_COMMIT: POOLS | DRAFTED | dict.fromkeys(("slots", "sources", "num_accepted"), P("dp")),
 }
+CUTS[LAYER_COMMIT]["inputs"] = P("dp", None, "tp")
 ACTIVATED = dict(log_decay=P("dp", None, "tp", None), beta=P("dp", None, "tp"))
-ACTIVATED |= TOKENS | {RECURRENT_KDA.pool: POOL, "slots": P("dp")}
+ACTIVATED |= TOKENS | {RECURRENT_KDA.pool: POOL} | dict.fromkeys(("slots", "sources"), P("dp"))
 CUTS[RECURRENT_KDA] = ACTIVATED | DRAFT
-CUTS[CHUNK_KDA] = ACTIVATED | dict(sources=P("dp"), cu_seqlens=CU_SEQLENS)
+CUTS[RECURRENT_VERIFY] = ACTIVATED | dict(cu_seqlens=CU_SEQLENS)
+CUTS[CHUNK_KDA] = ACTIVATED | dict(checkpoints=P("dp", None), cu_seqlens=CU_SEQLENS)
 
 
 @pytest.mark.parametrize("contract", CUTS, ids=lambda contract: contract.name)
@@ -268,7 +283,7 @@ def test_the_tables_axes_say_where_each_tensor_is_cut(contract):
     assert operands == CUTS[contract]
     for cut, result in zip(results, contract.results, strict=True):
         wanted = {"state": POOL, "out": P("dp", None, "tp", None), "y": CUTS[contract].get("x")}
-        wanted["conv"] = POOLS["conv"]
+        wanted |= DRAFTED | {"conv": POOLS["conv"], "inputs": P("dp", None, "tp")}
         assert cut == wanted[result.name]
     whole, _ = sharding.specs(contract, heads=None)
     assert all(part is None for spec in whole.values() for part in spec)

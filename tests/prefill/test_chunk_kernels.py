@@ -259,6 +259,15 @@ def test_they_lower_for_cuda(sizes, N):
     assert "xf64" not in text
 
 
+@pytest.mark.parametrize("N", [None, 3])
+def test_they_lower_for_cuda_with_checkpoints(N):
+    x = shapes(200, N, **SIZES[0]) | dict(checkpoints=jax.ShapeDtypeStruct((N or 2, 2), jnp.int32))
+    text = lowered_text(
+        lambda x: kda_jax.chunk_kda(**x, checkpoint_every=64, implementation="mosaic_gpu"), x
+    )
+    assert text.count("kda_prefill_states") >= 1
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -282,7 +291,7 @@ def test_every_token_has_one_place_in_the_chunks(seed):
     T, N = int(rng.integers(1, 400)), int(rng.integers(1, 9))
     bounds = np.sort(rng.integers(0, T + 1, N + 1)).astype(np.int32)
     live = rng.random(N) < 0.7
-    plan = prefill_plan.plan_chunks(jnp.asarray(bounds), jnp.asarray(live), 1, T)
+    plan, _ = prefill_plan.plan_chunks(jnp.asarray(bounds), jnp.asarray(live), 1, T)
     chunks, begin, low, high, shown = map(np.asarray, plan)
     owner = np.full(T, -1)
     for n in range(N + 2):
