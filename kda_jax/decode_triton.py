@@ -170,9 +170,8 @@ def _without_the_rest(operands):
     if operands.cu_seqlens is None:
         counted = jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]
     else:
-        cu_seqlens = jnp.clip(operands.cu_seqlens, 0, T)
-        owner = owners(cu_seqlens, T)
-        counted = (positions(cu_seqlens, owner) < jnp.append(lengths, 0)[owner])[None]
+        owner = owners(operands.cu_seqlens, T)
+        counted = (positions(operands.cu_seqlens, owner) < jnp.append(lengths, 0)[owner])[None]
     changed: dict[str, Any] = {
         name: jnp.where(counted.reshape(*counted.shape, *(1,) * (x.ndim - 2)), x, 0)
         for name, x in vars(operands).items()

@@ -37,9 +37,6 @@ def _update(operands: Operands, *, static: Static):
     cu_seqlens, writes, lengths = operands.cu_seqlens, operands.writes, operands.lengths
     tokens = (*_separate(operands, static), operands.a, operands.b)
     A_log, dt_bias = operands.A_log, operands.dt_bias
-    if cu_seqlens is not None:
-        # No boundary reaches past the tokens, whatever it is.
-        cu_seqlens = jnp.clip(cu_seqlens, 0, T)
     changed = static.update_state or writes is not None
     others = (*tokens, A_log, dt_bias, sources, cu_seqlens, writes, lengths)
     state, slots = pools.opened(pool, slots, *others, written=changed)
@@ -66,9 +63,8 @@ def _update(operands: Operands, *, static: Static):
     def step(states, token, counted=None):
         out, after = recurrence(states, *token)
         # Rounded after every token, as in that many one-token calls.
-        after = after.astype(state.dtype)
-        kept = after if static.intermediate or writes is not None else None
-        after = after.astype(f32)
+        after = _rounded(after, state.dtype)
+        kept = after.astype(state.dtype) if static.intermediate or writes is not None else None
         return after if counted is None else jnp.where(_spread(counted, after), after, states), (
             out,
             kept,
@@ -186,6 +182,19 @@ def few_tokens(tensors, state, slots, sources, begins, lengths, *, static, rows)
 
     state, out = jax.lax.fori_loop(0, -(-used // rows), group, (state, out))
     return out[None], state
+
+
+def _rounded(x, dtype):
+    """float32 x as a pool of this dtype holds it.
+
+    XLA for GPUs leaves out a cast down and up again. float16 below 2**-14 has fewer bits than
+    reduce_precision knows of.
+    """
+    if dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    if dtype == jnp.float16:
+        return jax.lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+    return x
 
 
 def _spread(mask, x):

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kda_contracts import COMMIT, KDA_UPDATE, RECURRENT_KDA, RECURRENT_VERIFY, ContractError
 from kda_jax import call, dispatch, pools
 from kda_jax.call import Array, Implementation, Pool
-from kda_jax.sequences import owners, positions
+from kda_jax.sequences import bounded, owners, positions
 
 
 def fused_sigmoid_gating_kda_update(
@@ -367,6 +367,8 @@ def commit(
     if drafted and 0 in (sizes.B, sizes.T, sizes.N, sizes.S, sizes.V):
         return pools.unchanged(arrays["pool"])
     narrow = {name: pools.as_int32(arrays[name]) for name in indices}
+    if narrow["cu_seqlens"] is not None:
+        narrow["cu_seqlens"] = bounded(narrow["cu_seqlens"], sizes.T)
     if not drafted:
         del narrow["sources"]
         return _commit(arrays["pool"], arrays["intermediate"], **narrow)
@@ -467,6 +469,7 @@ def _run(contract, operands, draft, options, gate, *, out_dtype, implementation)
     names = ("slots", "sources") if activated else ("initial_state_indices", "source_indices")
     slots, sources = (pools.as_int32(arrays[name]) for name in names)
     cu_seqlens, table = map(pools.as_int32, (arrays["cu_seqlens"], writes))
+    cu_seqlens = None if cu_seqlens is None else bounded(cu_seqlens, sizes.T)
     operands = call.Operands(
         q=arrays["q"],
         k=arrays["k"],
@@ -514,9 +517,8 @@ def _of_tokens(table, cu_seqlens, shape):
         return table
     if cu_seqlens is None:
         return table[:, :T]
-    bounds = jnp.clip(cu_seqlens, 0, T)
-    owner = owners(bounds, T)
-    row, column = jnp.minimum(owner, table.shape[0] - 1), positions(bounds, owner)
+    owner = owners(cu_seqlens, T)
+    row, column = jnp.minimum(owner, table.shape[0] - 1), positions(cu_seqlens, owner)
     kept = (owner < table.shape[0]) & (column < table.shape[1])
     slots = table[row, jnp.clip(column, 0, max(table.shape[1] - 1, 0))]
     return jnp.where(kept, slots, -1)[None]
