@@ -55,6 +55,13 @@ def operands(name, form="dense"):
     gates = dict(A_log=normal(22, HV), dt_bias=normal(23, HV * K))
     if name in ("chunk_kda", "recurrent_kda"):
         return gated(rows, tokens) | dict(pool=pool, slots=SLOTS) | bounds
+    if name == "recurrent_verify":
+        return gated(rows, tokens) | dict(pool=pool, slots=SLOTS, sources=SLOTS) | bounds
+    if name == "commit of drafts":
+        x = gated(rows, tokens) | dict(pool=pool, slots=SLOTS, num_accepted=SLOTS % 4) | bounds
+        return {n: y for n, y in x.items() if n != "q"}
+    if name == "copy_slots":
+        return dict(pool=pool, sources=SLOTS, destinations=SLOTS[::-1].copy())
     if name == "fused_sigmoid_gating_kda_update":
         x = gated(rows, tokens)
         a = normal(24, rows, tokens, HV * K)
@@ -81,6 +88,11 @@ def operands(name, form="dense"):
     params = kda_jax.init_params(CONFIG, jax.random.key(1), dtype=jnp.float32)
     weights = {n: np.asarray(x) for n, x in vars(params).items() if x is not None}
     cache = dict(conv=normal(33, S, CONFIG.channels, 3), state=pool)
+    if name == "kda_commit":
+        x = gated(B, 5) | cache | dict(inputs=normal(36, B, 5, CONFIG.channels), slots=SLOTS)
+        return {n: y for n, y in x.items() if n != "q"} | dict(num_accepted=SLOTS % 4)
+    if name == "kda_verify":
+        return weights | cache | dict(x=normal(37, B, 3, CONFIG.D), slots=SLOTS)
     if name == "kda_apply":
         rows, tokens = (1, T) if form == "varlen" else (B, 5)
         x = weights | dict(x=normal(35, rows, tokens, CONFIG.D))
@@ -93,7 +105,18 @@ def operands(name, form="dense"):
 
 def run(name, x, **options):
     """The results of a call, in one tuple."""
-    if name in ("kda_apply", "kda_decode", "kda_prefill"):
+    if name in ("commit of drafts", "kda_commit"):
+        x = dict(x)
+        drafts = kda_jax.Drafts(
+            **{n: x.pop(n) for n in ("k", "v", "log_decay", "beta")}, use_qk_l2norm_in_kernel=True
+        )
+        if name == "commit of drafts":
+            return (kda_jax.commit(intermediate=drafts, **x, **options),)
+        drafts = kda_jax.KDADrafts(x.pop("inputs"), drafts)
+        cache = kda_jax.KDACache(x.pop("conv"), x.pop("state"))
+        cache = kda_jax.kda_commit(cache, drafts, **x, **options)
+        return cache.conv, cache.state
+    if name in ("kda_apply", "kda_decode", "kda_prefill", "kda_verify"):
         x, step = dict(x), getattr(kda_jax, name)
         params = kda_jax.KDAParams(
             **{n: x.pop(n) for n in vars(PARAMS) if vars(PARAMS)[n] is not None}
@@ -101,11 +124,11 @@ def run(name, x, **options):
         if name == "kda_apply":
             return (step(params, config=CONFIG, **x, **options),)
         cache = kda_jax.KDACache(x.pop("conv"), x.pop("state"))
-        y, cache = step(params, cache=cache, config=CONFIG, **x, **options)
-        return y, cache.conv, cache.state
+        results = step(params, cache=cache, config=CONFIG, **x, **options)
+        return tuple(jax.tree.leaves(results))
     others = dict(conv_decode=conv_decode, conv_prefill=conv_prefill, gated_rms_norm=gated_rms_norm)
     results = (others.get(name) or getattr(kda_jax, name))(**x, **options)
-    return results if isinstance(results, tuple) else (results,)
+    return tuple(jax.tree.leaves(results))
 
 
 PARAMS = jax.eval_shape(lambda: kda_jax.init_params(CONFIG, jax.random.key(0)))
@@ -119,7 +142,8 @@ HEADS_CUT |= dict.fromkeys(("initial_state", "initial_state_source", "pool"), P(
 HEADS_CUT |= dict.fromkeys(("A_log", "dt_bias"), P("m"))
 ROWS_CUT = dict.fromkeys(
     (*POOLS, "q", "k", "v", "log_decay", "beta", "a", "b", "mixed_qkv", "x", "slots", "gate")
-    + ("num_accepted", "intermediate", "ssm_state_indices", "initial_state_indices"),
+    + ("num_accepted", "intermediate", "ssm_state_indices", "initial_state_indices")
+    + ("sources", "destinations", "inputs"),
     ROWS,
 )
 MANY_TOKENS = ("chunk_kda", "recurrent_kda", "fused_sigmoid_gating_kda_update")
@@ -133,6 +157,13 @@ SHARDED = [
     *(("commit", form, HEADS_CUT | {"intermediate": P(None, None, "m")}, (P(None, "m"),))
       for form in BOUNDS),
     ("commit", "dense", ROWS_CUT, (ROWS,)),
+    *(("recurrent_verify", form, HEADS_CUT, (HEADS,) * 5) for form in BOUNDS),
+    ("recurrent_verify", "dense", ROWS_CUT, (ROWS,) * 5),
+    *(("commit of drafts", form, HEADS_CUT, (P(None, "m"),)) for form in BOUNDS),
+    ("commit of drafts", "dense", ROWS_CUT, (ROWS,)),
+    ("kda_verify", "dense", ROWS_CUT, (ROWS,) * 6),
+    ("kda_commit", "dense", ROWS_CUT, (ROWS, ROWS)),
+    ("copy_slots", "dense", ROWS_CUT, (ROWS,)),
     *((name, "dense", ROWS_CUT, (ROWS, ROWS, ROWS)) for name in ONE_FORM),
     # Each device has all sequences, and tokens of its own.
     *((name, "varlen", ROWS_CUT | {"slots": WHOLE}, (ROWS, ROWS, ROWS))
@@ -294,6 +325,15 @@ CUTS = [
     *(("commit", form, n, axis) for form, n, axis in (
         ("dense", "pool", 0), ("dense", "intermediate", 2), ("varlen", "intermediate", 1),
         ("varlen", "num_accepted", 0))),
+    *(("recurrent_verify", form, n, axis) for form, n, axis in (
+        ("dense", "k", 0), ("varlen", "v", 1), ("dense", "pool", 1), ("varlen", "sources", 0))),
+    *(("commit of drafts", form, n, axis) for form, n, axis in (
+        ("dense", "pool", 0), ("varlen", "v", 1), ("dense", "beta", 2), ("varlen", "slots", 0))),
+    *(("copy_slots", "dense", n, axis) for n, axis in (("pool", 0), ("pool", 1), ("sources", 0))),
+    *(("kda_verify", "dense", n, axis) for n, axis in (
+        ("x", 0), ("v_proj", 1), ("state", 0), ("conv", 1))),
+    *(("kda_commit", "dense", n, axis) for n, axis in (
+        ("inputs", 2), ("k", 0), ("state", 1), ("conv", 0), ("num_accepted", 0))),
     *(("conv_decode", "dense", n, axis) for n, axis in (
         ("x", 0), ("x", 1), ("weight", 0), ("pool", 0), ("pool", 1), ("slots", 0))),
     *(("conv_prefill", "varlen", n, axis) for n, axis in (
@@ -333,8 +373,12 @@ def like_of(name):
     pool = "initial_state_source" if name == "fused_sigmoid_gating_kda_update" else "pool"
     if name in MANY_TOKENS:
         return "v", pool
-    if name in ("commit", "clear_slots"):
+    if name in ("commit", "clear_slots", "commit of drafts", "copy_slots"):
         return ("pool",)
+    if name == "recurrent_verify":
+        return "v", None, None, None, None  # what is kept lies as it came, or as the compiler likes
+    if name in ("kda_verify", "kda_commit"):
+        return ("x", *[None] * 5) if name == "kda_verify" else ("conv", "state")
     return ("x", "conv", "state") if name.startswith("kda_") else ("x", "pool")
 
 
