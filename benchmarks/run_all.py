@@ -45,6 +45,7 @@ PARTS = {
     "layer": Part("benchmarks/layer_decode.py", limit=150),
     "prefill": Part("benchmarks/prefill_times.py", limit=150),
     "update": Part("benchmarks/update_times.py", limit=180),
+    "serving": Part("benchmarks/serving.py", limit=240),
     "peers": Part("benchmarks/peers.py", limit=240, toy=False),
     "decode-bfloat16": decode(*KERNELS, "--pool-dtype", "bfloat16", "--shapes", NARROW, limit=240),
     "memcheck": Part("tests/helpers/memcheck.py", limit=300, toy=False),

@@ -23,6 +23,7 @@ import layer_decode
 import memcheck
 import prefill_times
 import run_all
+import serving
 import stacked_pools
 import train
 import tuning
@@ -119,7 +120,7 @@ def test_the_update_is_not_timed_with_a_wrong_answer(what):
 
 
 @pytest.mark.skipif(ON_GPU, reason="asks what a CPU says")
-@pytest.mark.parametrize("script", [layer_decode, prefill_times, train, update_times])
+@pytest.mark.parametrize("script", [layer_decode, prefill_times, serving, train, update_times])
 def test_without_a_gpu_only_a_toy_is_timed(script):
     with pytest.raises(ValueError, match="on a GPU only"):
         script.main([])
@@ -142,6 +143,30 @@ def test_a_toy_run(script, arguments, times):
     assert results["rows"]
     for row in results["rows"]:
         assert all(row[name] > 0 for name in times)
+
+
+@pytest.mark.slow
+def test_a_toy_run_of_serving():
+    results = serving.main(["--toy", "--only", "single,drafts,memory"])
+    assert results["finished"]
+    assert results["single"][0]["ratio"] > 0
+    assert results["drafts"][0]["verify_and_commit_us"] > 0
+    assert 0 < results["memory"][1]["ratio"] < 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "wrong", "what"),
+    [
+        ("kda_commit", lambda cache, *rest: cache, "kda_commit, state"),
+        ("kda_prefill", lambda params, x, cache, *rest, **options: (x, cache), "single tokens"),
+    ],
+)
+def test_serving_is_not_timed_with_a_wrong_answer(monkeypatch, name, wrong, what):
+    monkeypatch.setattr(serving.kda_jax, name, wrong)
+    check = serving.check_drafts if name == "kda_commit" else serving.check_single
+    with pytest.raises(SystemExit, match=f"{what}.*: wrong answer"):
+        check(serving.CONFIGS["toy"], serving.TOY)
 
 
 @pytest.mark.slow
