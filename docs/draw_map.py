@@ -11,17 +11,22 @@ from pathlib import Path
 # floor: (title, what it is, the files). tools and __main__ are one room and may import each other.
 FLOORS = {
     "kda_jax": {
-        11: (
+        12: (
             "tools",
             "no product file imports them",
             "__main__ tools.__init__ tools.cli tools.demo tools.bench tools.timing tools.records "
             "tools.synthetic tools.oracle",
         ),
-        10: ("kda_jax", "the public names", "__init__"),
-        9: ("over the layer", "several devices; Flax NNX", "sharding nnx"),
-        8: ("the layer", "decoded, prefilled, verified, trained", "layer drafts"),
-        7: ("operators", "contract, choice, call", "decode update prefill layer_call"),
-        6: ("around the operators", "choose, explain; projections", "dispatch projections"),
+        11: ("kda_jax", "the public names", "__init__"),
+        10: ("over the layer", "several devices; Flax NNX", "sharding nnx"),
+        9: ("the layer", "decoded, prefilled, verified, trained", "layer drafts"),
+        8: ("operators", "public, with their contracts", "decode update update_drafts prefill"),
+        7: ("a call of several", "contract, choice, call", "update_call layer_call"),
+        6: (
+            "around the operators",
+            "choose, explain; projections",
+            "dispatch projections prefill_pool",
+        ),
         5: (
             "implementations",
             "by operator and implementation",

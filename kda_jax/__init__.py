@@ -33,13 +33,8 @@ from kda_jax.norm import gated_rms_norm
 from kda_jax.prefill import chunk_kda
 from kda_jax.sequences import validate_cu_seqlens
 from kda_jax.slots import clear_slots, copy_slots, pad_slots, validate_slots
-from kda_jax.update import (
-    Drafts,
-    commit,
-    fused_sigmoid_gating_kda_update,
-    recurrent_kda,
-    recurrent_verify,
-)
+from kda_jax.update import fused_sigmoid_gating_kda_update, recurrent_kda
+from kda_jax.update_drafts import Drafts, commit, recurrent_verify
 from kda_jax.weights import (
     KDACache,
     KDAConfig,

@@ -66,6 +66,7 @@ class Static:
     update_state: bool = True
     intermediate: bool = False
     every: int | None = None  # tokens from one checkpoint to the next
+    clears: bool = True  # whether tokens of no live sequence give zeros; else anything
 
     @property
     def columns(self):

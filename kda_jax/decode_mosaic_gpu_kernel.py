@@ -90,9 +90,9 @@ def body(refs, *, static, config):
         cleared_first = jnp.where(live, last, first)
         live &= first < last
     block = Block(refs, static, config, row, head, slot, first, last, steps)
-    if several_tokens:
+    if several_tokens and static.clears:
         lax.fori_loop(cleared_first, cleared_last, lambda token, _: _clear(block, token), None)
-    else:
+    elif static.clears:
         pl.when(jnp.logical_not(live))(lambda: _clear(block, row))
     run = _many_tokens if several_tokens else _one_token
     pl.when(live & (first < last))(lambda: run(block))

@@ -40,35 +40,20 @@ def _update(operands: Operands, *, static: Static):
     changed = static.update_state or writes is not None
     others = (*tokens, A_log, dt_bias, sources, cu_seqlens, writes, lengths)
     state, slots = pools.opened(pool, slots, *others, written=changed)
-    S = state.shape[0]
-
     # Tokens of padded sequences may hold anything: as zeros they disturb no derivative either.
-    live = pools.inside(slots, S)
-    # Of each token: its sequence, N for none.
-    owner = owners(cu_seqlens, T) if cu_seqlens is not None else None
-    if owner is None:
-        live_tokens = live[:, None] & jnp.ones((1, T), bool)
-        if lengths is not None:
-            live_tokens &= jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]
-    else:
-        if lengths is not None:
-            counted = positions(cu_seqlens, owner) < jnp.append(lengths, 0)[owner]
-            owner = jnp.where(counted, owner, lengths.shape[0])
-        live_tokens = jnp.append(live, False)[owner][None]
+    owner, live_tokens = _live_tokens(pools.inside(slots, static.sizes.S), lengths, cu_seqlens, T)
     tokens = [jnp.where(_spread(live_tokens, x), x.astype(f32), 0) for x in tokens]
     tokens = _gated(tokens, A_log, dt_bias, static)
-    before = pools.read(state, slots, sources).astype(f32)
-    before = varying_as(before, *tokens, owner)
+    before = varying_as(pools.read(state, slots, sources).astype(f32), *tokens, owner)
 
     def step(states, token, counted=None):
         out, after = recurrence(states, *token)
         # Rounded after every token, as in that many one-token calls.
         after = _rounded(after, state.dtype)
         kept = after.astype(state.dtype) if static.intermediate or writes is not None else None
-        return after if counted is None else jnp.where(_spread(counted, after), after, states), (
-            out,
-            kept,
-        )
+        if counted is not None:
+            after = jnp.where(_spread(counted, after), after, states)
+        return after, (out, kept)
 
     def step_of_row(states, token):
         *token, counted = token
@@ -106,6 +91,23 @@ def _update(operands: Operands, *, static: Static):
             holds_tokens &= lengths > 0
         state = pools.write(state, slots, after.astype(state.dtype), where=holds_tokens)
     return out, pools.closed(pool, state, written=changed), seen if static.intermediate else None
+
+
+def _live_tokens(live, lengths, cu_seqlens, T):
+    """`(owner [T], live [B, T])`: each token's sequence, N for none; which are run. No owner: None.
+
+    lengths: None, or how many tokens of each sequence are.
+    """
+    if cu_seqlens is None:
+        counted = jnp.ones((1, T), bool)
+        if lengths is not None:
+            counted = jnp.arange(T, dtype=jnp.int32)[None] < lengths[:, None]
+        return None, live[:, None] & counted
+    owner = owners(cu_seqlens, T)
+    if lengths is not None:
+        counted = positions(cu_seqlens, owner) < jnp.append(lengths, 0)[owner]
+        owner = jnp.where(counted, owner, lengths.shape[0])
+    return owner, jnp.append(live, False)[owner][None]
 
 
 def tokens_and_states(q, k, v, log_decay, beta, start, live, *, static):

@@ -11,7 +11,7 @@ from kda_contracts import LAYER_COMMIT, LAYER_VERIFY, check
 from kda_jax import call, conv, dispatch, pools, projections
 from kda_jax.call import Array, Implementation
 from kda_jax.layer_call import arrays_of, in_auto_axes, judge, pools_of
-from kda_jax.update import Drafts, commit, recurrent_verify
+from kda_jax.update_drafts import Drafts, commit, recurrent_verify
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, require_container, require_containers
 
 TENSORS = ("k", "v", "log_decay", "beta")

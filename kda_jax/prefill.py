@@ -1,5 +1,6 @@
-"""Prefill, the public op over long sequences: its contract, the choice, the pool, the chunks."""
+"""Prefill, the public op over long sequences: its contract, the choice, its implementations."""
 
+import dataclasses
 import functools
 import operator
 
@@ -11,8 +12,14 @@ from jax.typing import DTypeLike
 from kda_contracts import CHUNK_KDA
 from kda_jax import call, decode_xla, dispatch, pools, prefill_xla
 from kda_jax.call import Array, Implementation, Pool
+from kda_jax.prefill_pool import ARRAYS, on_arrays, over_pool, short_and_long
 from kda_jax.sequences import bounded, holders
-from kda_jax.transforms import in_xla_under_vmap, inference_only, with_transforms_of
+from kda_jax.transforms import (
+    in_xla_under_vmap,
+    inference_only,
+    with_derivative_of,
+    with_transforms_of,
+)
 
 # Rows of up to so many tokens a CPU takes one by one. Two cores, 32 tokens, ms forward / gradient:
 # 6 / 56 and in a chunk 17 / 141 (B 64, H 2, K 32); 9 / 159 and 21 / 153 (B 1, H 32, K 128).
@@ -21,7 +28,7 @@ SHORT = 32
 # them at a time: on a CPU, and on other devices, where a step of the loop costs its launches.
 FEW = {"cpu": 64, "other": 16}
 ROWS = {"cpu": 8, "other": 64}
-TENSORS = 6  # q, k, v, log decay, beta and the start: what may have a derivative
+TENSORS = 6  # q, k, v, log decay, beta and the start or pool: what may have a derivative
 STATES = ("states", "changes", "changes_low")  # of what the kernels keep: "kda_states"
 
 
@@ -176,18 +183,13 @@ def _token_by_token(operands, *, static):
     def rows(*operands, every):
         return *decode_xla.tokens_and_states(*operands[:-1], static=static), None
 
-    return _over_pool(operands, static, rows)
+    return over_pool(operands, static, rows)
 
 
 def _in_xla(operands, *, static):
     if operands.cu_seqlens is None:
-        return _over_pool(operands, static, functools.partial(_chunks, static=static))
-    x = operands
-    tensors = (x.q, x.k, x.v, x.a, x.b)
-    others = (x.slots, x.sources, x.cu_seqlens, x.checkpoints)
-    state, slots = pools.opened(x.pool, x.slots, *tensors, *others[1:])
-    out, state = _short_and_long(*tensors, state, slots, *others[1:], static)
-    return out, pools.closed(x.pool, state)
+        return over_pool(operands, static, functools.partial(_chunks, static=static))
+    return on_arrays(operands, functools.partial(_apart_in_xla, static))
 
 
 def _chunks(*operands, every, static):
@@ -196,72 +198,25 @@ def _chunks(*operands, every, static):
     return results if every else (*results, None)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(10,))
-def _short_and_long(q, k, v, a, b, state, slots, sources, cu_seqlens, checkpoints, static):
-    """`(out, pool)` of sequences end to end: each costs what its tokens cost.
-
-    Those of few tokens are taken one by one. The others are brought together, so that the number of
-    chunks, and with it all memory, follows from T and not from N.
-    """
-    sizes, tensors = static.sizes, (q, k, v, a, b)
-    S, N, T, every = sizes.S, sizes.N, sizes.T, static.every
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _apart_in_xla(static, *operands):
     device = "cpu" if jax.default_backend() == "cpu" else "other"
-    few = FEW[device] if every is None else min(FEW[device], every - 1)
-    bounds = bounded(cu_seqlens, T)
-    begins, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
-    lengths = jnp.where(pools.inside(slots, S), lengths, 0)
-    is_short = lengths <= few
-    out, state = decode_xla.few_tokens(
-        tensors,
-        state,
-        slots,
-        slots if sources is None else sources,
-        begins,
-        jnp.where(is_short, lengths, 0),
-        static=static,
-        rows=ROWS[device],
-    )
-    if isinstance(T, int) and few >= T:
-        return out, state
-    # The long ones in order, and behind them sequences of no tokens.
-    order = jnp.sort(jnp.where(is_short, N, jnp.arange(N, dtype=jnp.int32)))
-    if isinstance(T, int) and isinstance(N, int):
-        order = order[: min(N, T // (few + 1))]
-
-    def taken(x, fill):
-        if x is None:
-            return None
-        return jnp.concatenate([x, jnp.full((1, *x.shape[1:]), fill, x.dtype)])[order]
-
-    begins, ends = taken(begins, T), taken(bounds[1:], T)
-    long = call.Operands(
-        q=q,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        pool=state,
-        slots=taken(slots, -1),
-        sources=taken(sources, -1),
-        cu_seqlens=(begins, ends),
-        checkpoints=taken(checkpoints, -1),
-    )
-    chunked, state = _over_pool(long, static, functools.partial(_chunks, static=static))
-    is_long = holders(begins, ends, T) < order.shape[0]
-    return jnp.where(is_long[None, :, None, None], chunked, out), state
+    few_tokens = functools.partial(decode_xla.few_tokens, static=static, rows=ROWS[device])
+    chunks = functools.partial(_chunks, static=static)
+    return short_and_long(operands, static, few=FEW[device], few_tokens=few_tokens, chunks=chunks)
 
 
-@_short_and_long.defjvp
+@_apart_in_xla.defjvp
 def _derivative_of_chunks(static, operands, tangents):
     """That of the chunks, of all sequences: the loops over few tokens have none."""
-    *_, slots, sources, cu_seqlens, checkpoints = operands
-    indices = dict(slots=slots, sources=sources, cu_seqlens=cu_seqlens, checkpoints=checkpoints)
+    whole = functools.partial(_whole, static, functools.partial(_chunks, static=static))
+    floats, rest = operands[:TENSORS], operands[TENSORS:]
+    return jax.jvp(lambda *floats: whole(*floats, *rest), floats, tangents[:TENSORS])
 
-    def whole(q, k, v, a, b, state):
-        x = call.Operands(q=q, k=k, v=v, a=a, b=b, pool=state, **indices)
-        return _over_pool(x, static, functools.partial(_chunks, static=static))
 
-    return jax.jvp(whole, operands[:6], tangents[:6])
+def _whole(static, chunks, *operands):
+    """`(out, pool)` of all sequences alike, whether they are short or long."""
+    return over_pool(call.Operands(**dict(zip(ARRAYS, operands, strict=True))), static, chunks)
 
 
 def _in_kernels(operands, *, static):
@@ -291,7 +246,7 @@ def _in_kernels(operands, *, static):
         }
         return *others, prefill_mosaic_gpu.Kept(**kept)
 
-    def run(*x, every):
+    def chunks(*x, every):
         if every is None:
             return *with_transforms_of(plain, kernels, forward, backward, named)(*x), None
         with_states = in_xla_under_vmap(
@@ -299,49 +254,52 @@ def _in_kernels(operands, *, static):
         )
         return with_states(*(inference_only(y) if i < TENSORS else y for i, y in enumerate(x)))
 
-    return _over_pool(operands, static, run)
+    if operands.cu_seqlens is None or static.sizes.N == 1:
+        return over_pool(operands, static, chunks)
+    apart = with_derivative_of(
+        functools.partial(_whole, static, chunks),
+        in_xla_under_vmap(
+            functools.partial(_apart_in_xla, static),
+            functools.partial(_apart_in_kernels, static, kernels),
+        ),
+        TENSORS,
+        len(ARRAYS) - TENSORS,
+    )
+    return on_arrays(operands, apart)
 
 
-def _over_pool(operands, static, chunks_and_states):
-    """`(out, pool)`, with None for a Ref, which is updated in place.
+def _apart_in_kernels(static, kernels, *operands):
+    """`(out, pool)`: sequences of few tokens by the decode kernel, the others by those of chunks.
 
-    chunks_and_states: `(q, k, v, log_decay, beta, start, live, cu_seqlens, every=)` to
-    `(out, after, kept)`. cu_seqlens: of the operands, or `(begins, ends)`.
+    Neither looks at the tokens of the other.
     """
-    x, S, T, every = operands, static.sizes.S, static.sizes.T, static.every
-    tensors, ranges = (x.q, x.k, x.v, x.a, x.b), x.cu_seqlens
-    others = (*tensors, x.sources, x.checkpoints, *jax.tree.leaves(ranges))
-    state, slots = pools.opened(x.pool, x.slots, *others)
-    live = pools.inside(slots, S)
-    start = pools.read(state, slots, x.sources).astype(jnp.float32)
-    out, after, kept = chunks_and_states(*tensors, start, live, ranges, every=every)
-    lengths = jnp.full(slots.shape, T, jnp.int32)
-    if ranges is not None:
-        if not isinstance(ranges, tuple):
-            bounds = bounded(ranges, T)
-            ranges = bounds[:-1], bounds[1:]
-        lengths = ranges[1] - ranges[0]
-    state = pools.write(state, slots, after.astype(state.dtype), where=lengths > 0)
-    if every is not None:
-        places = _places(
-            x.checkpoints, jnp.where(live, lengths // every, 0), lengths // every, kept
+    from kda_jax import decode_mosaic_gpu
+
+    def few_tokens(tensors, state, slots, sources, begins, lengths):
+        q, k, v, a, b = tensors
+        few = call.Operands(
+            q=q,
+            k=k,
+            v=v,
+            a=a.astype(jnp.float32),
+            b=b,
+            pool=state,
+            slots=jnp.where(lengths > 0, slots, -1),
+            sources=sources,
+            cu_seqlens=bounded(operands[ARRAYS.index("cu_seqlens")], static.sizes.T),
         )
-        state = pools.write(state, places, kept.astype(state.dtype))
-    return out, pools.closed(x.pool, state)
+        own = dataclasses.replace(static, op="kda_update", every=None, clears=False)
+        out, state, _ = decode_mosaic_gpu.kda_update_mosaic_gpu(few, static=own)
+        held = holders(begins, begins + lengths, static.sizes.T) < lengths.shape[0]
+        return jnp.where(held[None, :, None, None], out, jnp.zeros((), out.dtype)), state
 
+    def chunks(*x, every):
+        results = kernels(*x, every=every)
+        return results if every else (*results, None)
 
-def _places(checkpoints, counts, made, kept):
-    """`[P]`: the slot of each kept state, -1 for none.
-
-    counts, made: `[N]`, how many states of each sequence are to be kept, and how many there are.
-    """
-    ends = jnp.cumsum(made, dtype=jnp.int32)
-    (N, M), number = checkpoints.shape, jnp.arange(kept.shape[0], dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
-    sequence = jnp.minimum(owner, N - 1)
-    column = number - (ends - made)[sequence]
-    is_kept = (owner < N) & (column < jnp.minimum(counts[sequence], M))
-    return jnp.where(is_kept, checkpoints[sequence, jnp.clip(column, 0, max(M - 1, 0))], -1)
+    return short_and_long(
+        operands, static, few=FEW["other"], few_tokens=few_tokens, chunks=chunks, least=2
+    )
 
 
 kda_chunk_xla = call.implementation(_in_xla, "kda_chunk_xla")

@@ -117,9 +117,11 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep, eve
         sizes=sizes,
         maths=static.maths,
         keep=keep,
+        skip_empty=isinstance(cu_seqlens, tuple),
     )
-    start = jnp.swapaxes(start, 2, 3)
-    if not plan.dense:  # the tokens before the first sequence and behind the last are sequences too
+    start, ranges = jnp.swapaxes(start, 2, 3), isinstance(cu_seqlens, tuple)
+    padded = not plan.dense and not ranges
+    if padded:  # the tokens before the first sequence and behind the last are sequences too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
     out, after, *walked = _walk_chunks(
         w,
@@ -130,10 +132,11 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep, eve
         sizes=sizes,
         out_dtype=static.out_dtype,
         keep=keep,
+        skip_empty=ranges,
         on_the_way=(count, unfused(kept_at)) if count else None,
     )
     out, after = unfused((out, after))
-    if not plan.dense:
+    if padded:
         after = after[1:-1]
     results = out[:, :T], jnp.swapaxes(after, 2, 3)
     if every is not None:
@@ -143,8 +146,10 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep, eve
     return results, Kept(w, *made, *walked) if keep else None
 
 
-def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, keep):
+def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, keep, skip_empty):
     """`(w, u, scores, q', k', last)` of every chunk, and with `keep` the inverse.
+
+    With `skip_empty`, of a chunk that holds no token nothing is made.
 
     They are `[n, lanes, HV, CHUNK, ...]`, last `[n, lanes, HV, K]`.
     """
@@ -174,14 +179,24 @@ def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, 
     )
 
     def body(**refs):
-        _make_body(refs, sizes=sizes, maths=maths)
+        block = lax.axis_index("block")
+        place = chunk_lane_and_head(block, lanes, HV)
+        chunk, lane, _ = place
+
+        def make():
+            _make_body(refs, *place, sizes=sizes, maths=maths)
+
+        if skip_empty:
+            pl.when(refs["shown"][chunk, lane] > refs["low"][chunk, lane])(make)
+        else:
+            make()
 
     return launch(
         body, operands, results, scratch, blocks=n * lanes * HV, name="kda_prefill_chunks"
     )
 
 
-def _make_body(refs, *, sizes, maths):
+def _make_body(refs, chunk, lane, head, *, sizes, maths):
     """One block of the first kernel: one chunk of one head.
 
     Over 60 lines, since its parts share the chunk's shared memory and masks.
@@ -191,8 +206,6 @@ def _make_body(refs, *, sizes, maths):
     q_s, k_s, v_s, decay_s, keys_s, queries_s, square_s, ones_s = (
         refs[name + "_s"] for name in ("q", "k", "v", "decay", "keys", "queries", "square", "ones")
     )
-    block, lanes = lax.axis_index("block"), refs["begin"].shape[1]
-    chunk, lane, head = chunk_lane_and_head(block, lanes, HV)
     group, _ = divide(head, HV // sizes.H)
     begin = pl.multiple_of(refs["begin"][chunk, lane], ALIGNED)
     low, shown = refs["low"][chunk, lane], refs["shown"][chunk, lane]
@@ -310,6 +323,7 @@ def _walk_chunks(
     sizes,
     out_dtype,
     keep,
+    skip_empty,
     on_the_way,
 ):
     """`(out [B, length, HV, V], after [sequences, HV, K, V])`.
@@ -357,6 +371,7 @@ def _walk_chunks(
         last="after",
         sizes=sizes,
         name="kda_prefill_states",
+        skip_empty=skip_empty,
     )
 
 

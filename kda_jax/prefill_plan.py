@@ -43,7 +43,7 @@ def plan_chunks(cu_seqlens, live, B, T, every=None):
     """`(Plan, kept)` of B rows of T tokens.
 
     With boundaries, the tokens before the first sequence and behind the last are sequences too,
-    which are not live.
+    which are not live. With `(begins, ends)` of two sequences or more, in order, they are no one's.
 
     With `every`, a chunk ends after each so many tokens of a sequence, and `kept` `[n, lanes]` is
     the number of the state behind it among all that are kept, -1 of one that is not; else None.
@@ -56,14 +56,16 @@ def plan_chunks(cu_seqlens, live, B, T, every=None):
         shown = jnp.where(live[None], high, 0)
         plan = Plan(jnp.array([0, n], i32), begin, jnp.zeros_like(begin), high, shown)
         return plan, None if every is None else _kept_of_rows(begin, T, every)
+    if isinstance(cu_seqlens, tuple):
+        starts, ends = cu_seqlens
+    else:
+        bounds = bounded(cu_seqlens, T)
+        bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
+        starts, ends, live = bounds[:-1], bounds[1:], jnp.pad(live, 1)
     # Chunks are counted: whatever the boundaries hold, there is room for them.
-    bounds = bounded(cu_seqlens, T)
-    bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
-    live = jnp.pad(live, 1)
     sequences = live.shape[0]
     pieces = sequences if every is None else sequences + T // every
     n = (T + (CHUNK + ALIGNED - 2) * pieces) // CHUNK
-    starts, ends = bounds[:-1], bounds[1:]
     aligned = starts // ALIGNED * ALIGNED
 
     def chunks_of(tokens):  # where a piece of a sequence has so many
@@ -88,9 +90,10 @@ def plan_chunks(cu_seqlens, live, B, T, every=None):
     high = jnp.clip(ends - begin, 0, CHUNK)
     kept = None
     if every is not None:
-        # Nobody asks for those of the first and the last sequence.
-        which = jnp.arange(sequences, dtype=i32)
-        asked = jnp.where((which > 0) & (which < sequences - 1), whole, 0)
+        asked = whole
+        if not isinstance(cu_seqlens, tuple):  # nobody asks for those of the first and the last
+            which = jnp.arange(sequences, dtype=i32)
+            asked = jnp.where((which > 0) & (which < sequences - 1), whole, 0)
         first = jnp.cumsum(asked, dtype=i32) - asked
         last = (piece < asked[owner]) & (number == each[owner] - 1)
         kept = jnp.where(last, first[owner] + piece, -1)[:, None]

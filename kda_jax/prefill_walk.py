@@ -29,7 +29,19 @@ class Place(NamedTuple):
 
 
 def launch_walk(
-    step, sources, operands, results, fetched, scratch, *, first, last, sizes, name, back=False
+    step,
+    sources,
+    operands,
+    results,
+    fetched,
+    scratch,
+    *,
+    first,
+    last,
+    sizes,
+    name,
+    back=False,
+    skip_empty=False,
 ):
     """Runs `step` over the chunks of every sequence; the results in the order of `results`.
 
@@ -43,6 +55,7 @@ def launch_walk(
       first, last: the names of the operand and of the result, `[sequences, HV, K, V]` float32, that
         have the states where the walk begins and ends.
       back: whether it begins at the last chunk.
+      skip_empty: whether a sequence without chunks has no result; else its state, as it begins.
     """
     HV, tiles = sizes.HV, sizes.V // TILE
     staged = {
@@ -87,7 +100,7 @@ def launch_walk(
 
         walking = lax.axis_index("warpgroup") == 0  # the other one fetches
         pl.when(jnp.logical_not(walking))(lambda: lax.fori_loop(0, steps, fetch, None))
-        pl.when(walking)(walk)
+        pl.when(walking & (steps > 0) if skip_empty else walking)(walk)
 
     return launch(
         body,

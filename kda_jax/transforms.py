@@ -122,6 +122,25 @@ def with_transforms_of(plain, kernel, keeping, gradients, named=lambda kept: kep
     return differentiable
 
 
+def with_derivative_of(differentiable, function, floats, others):
+    """`function` of arrays; where it is differentiated, `differentiable`, the same another way.
+
+    Of the operands the first `floats` may have a derivative, the `others` have none. Forward mode
+    is refused, by JAX.
+    """
+
+    def forward(*operands):
+        first, rest = operands[:floats], operands[floats:]
+        return jax.vjp(lambda *first: differentiable(*first, *rest), *first)
+
+    def backward(pull, cotangents):
+        return *pull(cotangents), *(None,) * others
+
+    either = jax.custom_vjp(lambda *operands: function(*operands))
+    either.defvjp(forward, backward)
+    return either
+
+
 def in_xla_under_vmap(plain, kernel):
     """`kernel` of arrays, and under vmap `plain`, the same in XLA."""
     batched = jax.custom_batching.custom_vmap(kernel)

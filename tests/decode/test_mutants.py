@@ -102,8 +102,8 @@ MUTANTS = {
         "decode_xla": (
             (
                 "return (state * q[..., None, :]).sum(-1), state",
-                "return (state.astype(jnp.bfloat16).astype(jnp.float32) * q[..., None, :])"
-                ".sum(-1), state",
+                # XLA leaves out a cast down and up again.
+                "return (jax.lax.reduce_precision(state, 8, 7) * q[..., None, :]).sum(-1), state",
             ),
         ),
     },

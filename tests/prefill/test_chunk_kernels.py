@@ -11,7 +11,13 @@ from jax.sharding import PartitionSpec as P
 from support import assert_near, assert_same_bits, lowered_text
 
 import kda_jax
-from kda_jax import prefill_mosaic_gpu, prefill_plan, prefill_xla
+from kda_jax import (
+    decode_mosaic_gpu,
+    decode_xla,
+    prefill_mosaic_gpu,
+    prefill_plan,
+    prefill_xla,
+)
 from kda_jax.transforms import with_transforms_of
 
 LIMIT = 8e-3  # relative: bfloat16 products
@@ -192,6 +198,7 @@ def test_a_layers_prefill_runs_them(T):
 def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
     """The layer pads its tokens for the kernels, for which XLA stands in here."""
     monkeypatch.setattr(prefill_mosaic_gpu, "chunks_and_states", prefill_xla.chunks_and_states)
+    monkeypatch.setattr(decode_mosaic_gpu, "kda_update_mosaic_gpu", decode_xla.kda_update_xla)
     config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=64, V=64)
     params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 3)
     x = jax.random.normal(jax.random.key(1), (13, config.D), jnp.bfloat16)
