@@ -20,16 +20,17 @@ Made from the docstrings by `python docs/make_api.py`.
 
 """
 OPERATORS = (
-    "packed_decode fused_sigmoid_gating_kda_update recurrent_kda chunk_kda commit "
+    "packed_decode fused_sigmoid_gating_kda_update recurrent_kda chunk_kda "
+    "recurrent_verify commit Drafts "
     "kda_log_decay kda_beta conv_decode conv_prefill gated_rms_norm"
 )
 LAYER = (
-    "kda_apply kda_decode kda_prefill KDAConfig KDAParams KDACache init_params init_cache "
-    "config_from_hf load_layer load_layers check_values"
+    "kda_apply kda_decode kda_prefill kda_verify kda_commit KDAConfig KDAParams KDACache "
+    "KDADrafts init_params init_cache config_from_hf load_layer load_layers check_values"
 )
 EDGES = (
-    "validate_slots validate_cu_seqlens pad_slots clear_slots pack_qkv state_from_kv state_to_kv "
-    "normalize_a normalize_A_log normalize_dt_bias"
+    "validate_slots validate_cu_seqlens pad_slots clear_slots copy_slots pack_qkv state_from_kv "
+    "state_to_kv normalize_a normalize_A_log normalize_dt_bias"
 )
 CHOICE = "explain Explanation Implementation ContractError BadFileError"
 MESH = "params_specs cache_specs specs split_packed join_packed local_slots place"

@@ -79,7 +79,7 @@ def prefill(model, tokens, caches, slots, cu_seqlens):
 
     def mix(params, x, cache):
         return kda_jax.kda_prefill(
-            params, x, cache, slots, cu_seqlens, config=CONFIG, fresh=jnp.ones(slots.shape, bool)
+            params, x, cache, slots, cu_seqlens, config=CONFIG, sources=jnp.full_like(slots, -1)
         )
 
     logits, caches = forward(model, tokens, caches, mix)

@@ -6,7 +6,8 @@ modules are the package's own, and may change.
 
 In docstrings float means float32, bfloat16 or float16, and integer means int8 to int64. Letters of
 shapes: B rows, T tokens of a row, N sequences, S slots, H key heads and HV value heads, K and V
-their dimensions, W the width of the convolution, C its channels, D the model's width.
+their dimensions, W the width of the convolution, C its channels, D the model's width, L columns of
+a table of slots, M checkpoints of a sequence.
 """
 
 import importlib

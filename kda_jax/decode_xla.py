@@ -31,7 +31,10 @@ def recurrence(state, q, k, v, log_decay, beta):
 
 
 def _update(operands: Operands, *, static: Static):
-    """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref."""
+    """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref.
+
+    Over 60 lines, since rows, sequences end to end and tokens that are not run meet here.
+    """
     f32, T = jnp.float32, static.sizes.T
     pool, slots, sources = operands.pool, operands.slots, operands.sources
     cu_seqlens, writes, lengths = operands.cu_seqlens, operands.writes, operands.lengths

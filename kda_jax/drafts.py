@@ -144,7 +144,15 @@ def kda_commit(
     Raises:
       ContractError, NotImplementedError: as `kda_decode`.
 
-    The example is that of `kda_verify`.
+    >>> import jax
+    >>> from kda_jax.weights import init_cache, init_params
+    >>> config = KDAConfig(D=16, H=1, HV=2, K=8, V=4, gate_rank=4)
+    >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 3)
+    >>> x, slots = jnp.ones((1, 2, 16), jnp.bfloat16), jnp.array([1])
+    >>> _, drafts = kda_verify(params, x, cache, slots, config=config)
+    >>> none, both = (kda_commit(cache, drafts, slots, jnp.array([n])) for n in (0, 2))
+    >>> none.state.any((1, 2, 3)).tolist(), both.state.any((1, 2, 3)).tolist()
+    ([False, False, False], [False, True, False])
     """
     require_containers(LAYER_COMMIT.name, cache=cache)
     require_container(LAYER_COMMIT.name, "drafts", drafts, KDADrafts)

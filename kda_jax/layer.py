@@ -142,8 +142,9 @@ def kda_prefill(
       `(y, cache)`: `[T, D]` in x's dtype, and the cache, advanced by all tokens.
 
     Effects:
-      As `kda_decode`. It differentiates. A sequence that goes on from a checkpoint has the bits of
-      the unbroken one where `chunk_kda` says so.
+      As `kda_decode`. It differentiates. The recurrence of a sequence that goes on from a
+      checkpoint has the bits of the unbroken one where `chunk_kda` says so, from the same tokens.
+      The projections' products may differ in their last bits with the number of tokens in a call.
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `kda_decode`.

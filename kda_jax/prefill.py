@@ -97,13 +97,13 @@ def chunk_kda(
 
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
-      A sequence that goes on from a checkpoint has the bits of the unbroken one: in XLA on a CPU
-      where what is left has more than 64 tokens; in the kernels where both begin at the same
-      number of tokens modulo 8. Memory is linear in T, whatever N and the pool are (the kernels:
-      in T + 70 N). A value that is not finite poisons its chunk of 64 tokens, those before it too.
-      float32 operands are multiplied in full float32; narrower ones with a GPU's default for
-      float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32, and
-      round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps what
+      In a float32 pool a sequence that goes on from a checkpoint has the bits of the unbroken one:
+      in XLA on a CPU where what is left has more than 64 tokens; in the kernels where both begin
+      at the same number of tokens modulo 8. Memory is linear in T, whatever N and the pool are (the
+      kernels: in T + 70 N). A value that is not finite poisons its chunk of 64 tokens, those before
+      it too. float32 operands are multiplied in full float32; narrower ones with a GPU's default
+      for float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32,
+      and round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps what
       `jax.checkpoint` may recompute, 1 kB for a token and head with K = V = 128 under each of the
       names "kda_chunks" and "kda_states" (`jax.ad_checkpoint.checkpoint_name`). A beta of 0 has its
       derivative to within 2**-100.

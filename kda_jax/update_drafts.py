@@ -115,9 +115,9 @@ def commit(
     Args:
       pool: `[S, HV, V, K]` float, an array or a `jax.Ref`.
       intermediate: `Drafts`, as `recurrent_verify` returns them, whose accepted tokens are run
-        again: the same bits as one call of `recurrent_kda` over them. Or `[B, T, HV, V, K]` float:
-        the states after every token, as `intermediate_states=True` returns them; rounded to the
-        pool's dtype.
+        again: the state of one call of `recurrent_kda` over them, in a kernel bit for bit. Or
+        `[B, T, HV, V, K]` float: the states after every token, as `intermediate_states=True`
+        returns them; rounded to the pool's dtype.
       slots: `[N]` integer; the slot of each sequence. Outside `[0, S)`: passed over.
       num_accepted: `[N]` integer, 0 to the sequence's length. 0, or more than that, leaves the slot
         as it is.

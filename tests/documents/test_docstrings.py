@@ -18,11 +18,14 @@ from kda_contracts import (
     GATED_RMS_NORM,
     KDA_UPDATE,
     LAYER_APPLY,
+    LAYER_COMMIT,
     LAYER_DECODE,
     LAYER_PREFILL,
+    LAYER_VERIFY,
     LOG_DECAY,
     PACKED_DECODE,
     RECURRENT_KDA,
+    RECURRENT_VERIFY,
 )
 from kda_contracts.spec import INDICES
 from kda_jax.call import Operands
@@ -32,10 +35,13 @@ CONTRACTS = {
     contract.name.removeprefix("kda_jax."): contract
     for contract in (
         *(BETA, CHUNK_KDA, COMMIT, CONV_DECODE, CONV_PREFILL, GATED_RMS_NORM),
-        *(KDA_UPDATE, LOG_DECAY, PACKED_DECODE, RECURRENT_KDA),
+        *(KDA_UPDATE, LOG_DECAY, PACKED_DECODE, RECURRENT_KDA, RECURRENT_VERIFY),
     )
 }
 STEPS = {"kda_apply": LAYER_APPLY, "kda_decode": LAYER_DECODE, "kda_prefill": LAYER_PREFILL}
+STEPS |= {"kda_commit": LAYER_COMMIT, "kda_verify": LAYER_VERIFY}
+# What comes to these in a dataclass: `Drafts` and its fields.
+IN_A_HOLDER = {"commit": {"k", "v", "log_decay", "beta"}}
 ENTRY = re.compile(r"^  (\w+): (?:\w+, or |False; .* or )?`(\[[^`]*\])`\s+([^;:.(]*)", re.M)
 # How docstrings name a set of dtypes; the first two are explained in kda_jax/__init__.py.
 DTYPES = {FLOATS: "float", INDICES: "integer", ("int32", "int64"): "int32 or int64"}
@@ -133,6 +139,7 @@ def test_parameters_are_the_tables(name):
         operand.name for operand in contract.operands if operand.name in positional
     ]
     known = {x.name for x in (*contract.operands, *contract.options)} - {"out"}
+    known -= IN_A_HOLDER.get(name, set())
     assert known <= set(parameters) | {"use_qk_l2norm_in_kernel"}
     assert set(parameters) - known <= {"implementation"}
 
@@ -140,13 +147,19 @@ def test_parameters_are_the_tables(name):
 # What each operator calls the operands of an implementation.
 PACKED = {"pool": "initial_state", "slots": "ssm_state_indices", "sources": "source_indices"}
 UPDATE = {"pool": "initial_state_source", "writes": "intermediate_states"}
-UPDATE |= {"slots": "initial_state_indices", "sources": "initial_state_indices"}
+UPDATE |= {"slots": "initial_state_indices", "sources": "source_indices"}
+# Operands of some operators alone.
+OF_OTHERS = {"lengths": (COMMIT, "num_accepted"), "checkpoints": (CHUNK_KDA, "checkpoints")}
 RECURRENT = {"a": "log_decay", "b": "beta"}
 
 
 def test_the_shapes_of_an_implementations_operands_are_the_tables():
     for name, hint in Operands.__annotations__.items():
         axes = hint.__metadata__[0]
+        if name in OF_OTHERS:
+            contract, other = OF_OTHERS[name]
+            assert axes == contract.by_name[other].axes, name
+            continue
         update, packed = (
             contract.by_name.get(names.get(name, name))
             for contract, names in ((KDA_UPDATE, UPDATE), (PACKED_DECODE, PACKED))

@@ -22,6 +22,12 @@ def drafts(x: jax.Array, pool: jax.Array, slots: jax.Array) -> jax.Array:
         x, None, x, x, x, x, x, pool, slots, intermediate_states=True, num_accepted_tokens=slots
     )
     pool = kda_jax.commit(pool, states, slots, slots)
+    out, drafts = kda_jax.recurrent_verify(x, x, x, x, x, pool, slots, sources=slots)
+    pool = kda_jax.commit(pool, drafts, slots, slots, sources=slots, implementation="xla")
+    out, pool = kda_jax.chunk_kda(
+        x, x, x, x, x, pool, slots, checkpoints=slots[:, None], checkpoint_every=64
+    )
+    pool = kda_jax.copy_slots(pool, [1, 2], slots)
     return kda_jax.clear_slots(pool, [1, 2]) + out.astype(pool.dtype)
 
 
@@ -31,6 +37,8 @@ def layer(x: jax.Array) -> tuple[KDAParams, KDACache]:
     cache = kda_jax.init_cache(config, 3, conv_dtype="float32")
     y, cache = kda_jax.kda_decode(params, x, cache, np.arange(2), config=config)
     y, cache = kda_jax.kda_prefill(params, y, cache, np.arange(2), np.arange(3), config=config)
+    y, drafts = kda_jax.kda_verify(params, y, cache, np.arange(2), config=config, sources=y)
+    cache = kda_jax.kda_commit(kda_jax.clear_slots(cache, [1]), drafts, np.arange(2), np.arange(2))
     config, params = kda_jax.load_layer("folder", 2, rank=1, ranks=8, dtype="bfloat16")
     _, layers = kda_jax.load_layers("folder")
     width: int = params.q_proj.shape[0] + layers[2].A_log.ndim + cache.state.shape[0] + y.ndim
@@ -40,6 +48,7 @@ def layer(x: jax.Array) -> tuple[KDAParams, KDACache]:
 
 def on_the_host(slots: np.ndarray) -> None:
     kda_jax.validate_slots([0, -1], 6, sources=slots)
+    kda_jax.validate_slots([0], 6, intermediate_states=[[3, 4]], num_accepted_tokens=[1])
     kda_jax.validate_cu_seqlens(slots, 8)
     print(kda_jax.pad_slots([1, 2], 4).shape, kda_jax.pack_qkv(slots, H=1, K=2, V=3).ndim)
     print(kda_jax.state_from_kv(kda_jax.state_to_kv(slots)).dtype)
@@ -60,6 +69,9 @@ def refused(x: jax.Array, slots: np.ndarray, config: KDAConfig, params: KDAParam
     cache = kda_jax.init_cache(config, "3")  # wrong
     kda_jax.kda_decode(vars(params), x, cache, slots, config=config)  # wrong
     kda_jax.kda_decode(params, x, [cache], slots, config=config)  # wrong
+    kda_jax.kda_prefill(params, x, cache, slots, slots, config=config, fresh=slots)  # wrong
+    kda_jax.kda_commit(cache, x, slots, slots)  # wrong
+    f: jax.Array = kda_jax.recurrent_verify(x, x, x, x, x, x, slots)  # wrong
     y: jax.Array = kda_jax.kda_prefill(params, x, cache, slots, slots, config=config)  # wrong
     d: str = params.q_proj  # wrong
     kda_jax.load_layer("folder", "2")  # wrong
@@ -70,4 +82,4 @@ def refused(x: jax.Array, slots: np.ndarray, config: KDAConfig, params: KDAParam
     print(kda_jax.packed_decod)  # wrong
     print(kda_jax.explain(packed_decode).reason)  # wrong
     e: Implementation = "pallas"  # wrong
-    print(a, b, c, d, e, y)
+    print(a, b, c, d, e, f, y)
