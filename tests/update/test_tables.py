@@ -298,7 +298,13 @@ def test_a_call_with_a_table_is_its_tokens_one_by_one(name, implementation, oper
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(name, marks=() if ON_GPU or name == "xla" else pytest.mark.long)
+        for name in IMPLEMENTATIONS
+    ],
+)
 def test_one_accepted_token_is_the_first_column_bit_for_bit(implementation, operator):
     """As FlashInfer has it, whose rows start from their first column if nothing is said."""
     said = GRIDS["flashinfer, 1 accepted"]
