@@ -39,7 +39,11 @@ GROUPS = (
     ("The layer", kda_jax, LAYER),
     ("Slots, sequences and other layouts", kda_jax, EDGES),
     ("What runs, and errors", kda_jax, CHOICE),
-    ("Over a mesh: `kda_jax.sharding`", sharding, f"{MESH} make_decode make_prefill"),
+    (
+        "Over a mesh: `kda_jax.sharding`",
+        sharding,
+        f"{MESH} make_decode make_prefill make_verify make_commit",
+    ),
     ("Flax: `kda_jax.nnx`", nnx, "KDALayer"),
     ("Without JAX: `kda_contracts`", kda_contracts, "check check_checkpoint split_heads"),
 )

@@ -2,6 +2,8 @@
 
 Everything but the output projection works on a device's own heads and slots, so a step has one
 collective: the sum of the output projections over the heads' axis.
+
+Over 350 lines, since half of them are docstrings with examples.
 """
 
 import dataclasses
@@ -13,10 +15,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kda_contracts import LAYER_DECODE, Contract, ContractError, split_heads
+from kda_contracts import (
+    LAYER_COMMIT,
+    LAYER_DECODE,
+    LAYER_VERIFY,
+    Contract,
+    ContractError,
+    split_heads,
+)
 from kda_jax.call import Array, Implementation
+from kda_jax.drafts import KDADrafts, kda_commit, kda_verify
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.pools import as_int32, inside
+from kda_jax.update_drafts import Drafts
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
@@ -162,12 +173,12 @@ def local_slots(slots: Array, shard: int | jax.Array, slots_per_shard: int) -> j
     """A shard's own slot numbers from global ones; a row of another shard becomes a padded row.
 
     Args:
-      slots: `[B]` signed integers, a NumPy or JAX array; the slots of the whole pool.
+      slots: signed integers of any shape, a NumPy or JAX array; the slots of the whole pool.
       shard: this shard's number (`jax.lax.axis_index` under `shard_map`).
       slots_per_shard: S of one shard's pool.
 
     Returns:
-      `[B]` int32.
+      int32 of the same shape.
 
     Raises:
       Nothing.
@@ -278,18 +289,21 @@ def make_prefill(
     *,
     heads: str | None,
     rows: str | None = None,
+    checkpoint_every: int | None = None,
     implementation: Implementation = "auto",
 ) -> Callable[..., tuple[jax.Array, KDACache]]:
     """`kda_prefill` over a mesh.
 
     Args:
       mesh, config, params, heads, rows, implementation: as `make_decode`.
+      checkpoint_every: as `kda_prefill`, where the function is given `checkpoints`.
 
     Returns:
-      A function `(params, x, cache, slots, cu_seqlens, sources=None) -> (y, cache)` for `jit`.
-      Without `rows`, `x` is `[T, D]`, `slots` `[N]`, `cu_seqlens` `[N+1]`. With R shards of rows,
-      each has T/R tokens and N/R sequences of its own, end to end from its first token, and
-      `cu_seqlens` is `[R, N/R+1]`.
+      A function `(params, x, cache, slots, cu_seqlens, sources=None, checkpoints=None) -> (y,
+      cache)` for `jit`; slots, sources and checkpoints are global, as in `make_decode`. Without
+      `rows`, `x` is `[T, D]`, `slots` `[N]`, `cu_seqlens` `[N+1]`. With R shards of rows, each has
+      T/R tokens and N/R sequences of its own, end to end from its first token, and `cu_seqlens` is
+      `[R, N/R+1]`.
 
     Raises:
       ContractError: as `kda_prefill`, and for heads that cannot be cut so.
@@ -306,24 +320,145 @@ def make_prefill(
     split_heads(config.H, config.HV, 1 if heads is None else mesh.shape[heads])
     cache = cache_specs(heads, rows)
 
-    def step(params, x, cache, slots, cu_seqlens, sources):
+    def step(params, x, cache, slots, cu_seqlens, sources, checkpoints):
         cu_seqlens = cu_seqlens if rows is None else cu_seqlens[0]
-        slots, sources = (_own(each, cache, rows) for each in (slots, sources))
-        options = dict(config=config, sources=sources, implementation=implementation)
-        y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, **options)
+        slots, sources, checkpoints = (
+            _own(each, cache, rows) for each in (slots, sources, checkpoints)
+        )
+        options: dict[str, Any] = dict(sources=sources, implementation=implementation)
+        if checkpoints is not None:
+            options |= dict(checkpoints=checkpoints, checkpoint_every=checkpoint_every)
+        y, cache = kda_prefill(params, x, cache, slots, cu_seqlens, config=config, **options)
         return _summed(y, heads), cache
 
     # Not the table's cuts: each shard of rows has tokens and boundaries of its own.
     tokens, bounds = P(rows, None), P() if rows is None else P(rows, None)
-    cuts = (params_specs(params, heads), tokens, cache, P(rows), bounds, P(rows))
+    indices = P(rows), bounds, P(rows), P(rows, None)
+    cuts = (params_specs(params, heads), tokens, cache, *indices)
     over_mesh = jax.shard_map(
         step, mesh=mesh, in_specs=cuts, out_specs=(tokens, cache), check_vma=False
     )
 
-    def prefill(params, x, cache, slots, cu_seqlens, sources=None):
-        return over_mesh(params, x, cache, slots, cu_seqlens, sources)
+    def prefill(params, x, cache, slots, cu_seqlens, sources=None, checkpoints=None):
+        return over_mesh(params, x, cache, slots, cu_seqlens, sources, checkpoints)
 
     return prefill
+
+
+def make_verify(
+    mesh: Mesh,
+    config: KDAConfig,
+    params: KDAParams,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+    implementation: Implementation = "auto",
+) -> Callable[..., tuple[jax.Array, KDADrafts]]:
+    """`kda_verify` over a mesh.
+
+    Args:
+      mesh, config, params, heads, rows, implementation: as `make_decode`.
+
+    Returns:
+      A function `(params, x, cache, slots, sources=None) -> (y, drafts)` for `jit`, with `x`
+      `[N, T, D]` and the rest as in `make_decode`; `make_commit` takes the drafts as they are.
+
+    Raises:
+      ContractError: as `kda_verify`, and for heads that cannot be cut so.
+
+    >>> from kda_jax.weights import init_cache, init_params
+    >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
+    >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
+    >>> params, cache = place(mesh, config, params, cache, heads="tp")
+    >>> verify = jax.jit(make_verify(mesh, config, params, heads="tp"))
+    >>> commit = jax.jit(make_commit(mesh, heads="tp"), donate_argnums=0)
+    >>> slots = jnp.array([3, 0])
+    >>> y, drafts = verify(params, jnp.ones((2, 3, 16)), cache, slots)
+    >>> cache = commit(cache, drafts, slots, jnp.array([2, 0]))
+    >>> y.shape, cache.state.any((1, 2, 3)).tolist()
+    ((2, 3, 16), [False, False, False, True])
+    """
+    split_heads(config.H, config.HV, 1 if heads is None else mesh.shape[heads])
+    cuts, (y, *_) = specs(LAYER_VERIFY, heads=heads, rows=rows)
+
+    def step(params, x, cache, slots, sources):
+        slots, sources = (_own(each, cache, rows) for each in (slots, sources))
+        options = dict(config=config, sources=sources, implementation=implementation)
+        y, drafts = kda_verify(params, x, cache, slots, **options)
+        return _summed(y, heads), drafts
+
+    in_specs = (params_specs(params, heads), cuts["x"], cache_specs(heads, rows))
+    over_mesh = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(*in_specs, cuts["slots"], cuts["sources"]),
+        out_specs=(y, _drafts_specs(heads, rows)),
+        check_vma=False,
+    )
+
+    def verify(params, x, cache, slots, sources=None):
+        return over_mesh(params, x, cache, slots, sources)
+
+    return verify
+
+
+def make_commit(
+    mesh: Mesh,
+    *,
+    heads: str | None,
+    rows: str | None = None,
+    implementation: Implementation = "auto",
+) -> Callable[..., KDACache]:
+    """`kda_commit` over a mesh.
+
+    Args:
+      mesh, heads, rows, implementation: as `make_decode`.
+
+    Returns:
+      A function `(cache, drafts, slots, num_accepted, sources=None) -> cache` for `jit`, its drafts
+      as `make_verify` gives them.
+
+    Raises:
+      ContractError: as `kda_commit`.
+
+    >>> from kda_jax.weights import init_cache, init_params
+    >>> config, mesh = KDAConfig(D=16, H=2, HV=2, K=8, V=4), jax.make_mesh((1,), ("tp",))
+    >>> params, cache = init_params(config, jax.random.key(0)), init_cache(config, 4)
+    >>> params, cache = place(mesh, config, params, cache, heads="tp")
+    >>> verify = jax.jit(make_verify(mesh, config, params, heads="tp"))
+    >>> y, drafts = verify(params, jnp.ones((1, 3, 16)), cache, jnp.array([2]))
+    >>> commit = jax.jit(make_commit(mesh, heads="tp"), donate_argnums=0)
+    >>> cache = commit(cache, drafts, jnp.array([2]), jnp.array([1]))
+    >>> cache.state.any((1, 2, 3)).tolist()
+    [False, False, True, False]
+    """
+    cuts, _ = specs(LAYER_COMMIT, heads=heads, rows=rows)
+    cache = cache_specs(heads, rows)
+
+    def step(cache, drafts, slots, accepted, sources):
+        slots, sources = (_own(each, cache, rows) for each in (slots, sources))
+        options = dict(sources=sources, implementation=implementation)
+        return kda_commit(cache, drafts, slots, accepted, **options)
+
+    over_mesh = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(cache, _drafts_specs(heads, rows), cuts["slots"], P(rows), cuts["sources"]),
+        out_specs=cache,
+        check_vma=False,
+    )
+
+    def commit(cache, drafts, slots, num_accepted, sources=None):
+        return over_mesh(cache, drafts, slots, num_accepted, sources)
+
+    return commit
+
+
+def _drafts_specs(heads, rows):
+    """How the drafts of a layer are cut, as KDADrafts."""
+    cuts, _ = specs(LAYER_COMMIT, heads=heads, rows=rows)
+    tokens: Any = {name: cuts[name] for name in ("k", "v", "log_decay", "beta")}
+    return KDADrafts(cuts["inputs"], Drafts(**tokens, use_qk_l2norm_in_kernel=True))
 
 
 def _own(slots, cache, rows):

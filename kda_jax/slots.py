@@ -90,7 +90,8 @@ def validate_slots(
         faults += _kept("checkpoint", table, slots, num_slots, first_row | read, None)
     if faults:
         shown = faults[:10] + ([f"and {len(faults) - 10} more"] if len(faults) > 10 else [])
-        rows = "1 row breaks" if len(faults) == 1 else f"{len(faults)} rows break"
+        wrong = {fault.split()[1] for fault in faults}  # "row 3 has .."
+        rows = "1 row breaks" if len(wrong) == 1 else f"{len(wrong)} rows break"
         raise ContractError("\n  ".join([f"kda_jax.validate_slots: {rows} the contract", *shown]))
 
 
@@ -236,7 +237,7 @@ def _each_pool(name, function, pool, **slots):
         if not getattr(leaf, "shape", ()) or not hasattr(leaf, "dtype"):
             raise ContractError(
                 f"kda_jax.{name}: the pool must be an array led by S, a jax.Ref or a cache of them "
-                f"(got {type(leaf).__name__})"
+                f"(got {type(leaf).__name__}{' of shape ()' if hasattr(leaf, 'dtype') else ''})"
             )
     slots = {argument: _signed(name, x, argument) for argument, x in slots.items()}
     counts = {argument: x.shape[0] for argument, x in slots.items()}

@@ -150,9 +150,7 @@ def commit(
             f"{COMMIT.name}: `sources` go with Drafts: states were made from their own already"
         )
     arrays, sizes = call.taken(COMMIT, dict(pool=pool) | tensors | indices)
-    choice = None
-    if drafted:
-        choice = dispatch.choose(COMMIT, implementation, sizes, arrays).name
+    choice = dispatch.choose(COMMIT, implementation, sizes, arrays).name
     if call.is_cut(arrays):
         specs = call.result_cuts(COMMIT, arrays)
         again = functools.partial(_commit_again, intermediate if drafted else None, choice)

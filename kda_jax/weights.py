@@ -121,11 +121,12 @@ def require_containers(name, **arguments):
 
 def require_container(name, argument, x, kind):
     """Refuses what is not of this dataclass."""
-    if not isinstance(x, kind):
-        raise ContractError(
-            f"{name}: `{argument}` must be a {kind.__name__} (got {type(x).__name__}); "
-            f"from a dict x of its fields it is {kind.__name__}(**x)"
-        )
+    if isinstance(x, kind):
+        return
+    message = f"{name}: `{argument}` must be a {kind.__name__} (got {type(x).__name__})"
+    if not dataclasses.is_dataclass(x):  # another container's fields are not of this one
+        message += f"; from a dict x of its fields it is {kind.__name__}(**x)"
+    raise ContractError(message)
 
 
 def letters(config: KDAConfig, params: KDAParams) -> dict:

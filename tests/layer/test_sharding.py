@@ -132,6 +132,36 @@ def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
     assert_near(got.state, after.state, LIMIT)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((2, 4), ("dp", "tp"))])
+def test_drafts_and_checkpoints_over_a_mesh_are_those_of_one_device(shape, names):
+    mesh, (params, cache) = mesh_of(shape, names), layer(CONFIG)
+    rows = "dp" if "dp" in names else None
+    axes = dict(heads="tp", rows=rows)
+    slots, accepted = jnp.array([1, 6]), jnp.array([2, 3])
+    x = jax.random.normal(jax.random.key(3), (2, 3, CONFIG.D))
+    wanted, drafts = kda_jax.kda_verify(params, x, cache, slots, config=CONFIG)
+    after = kda_jax.kda_commit(cache, drafts, slots, accepted)
+    prompts = jax.random.normal(jax.random.key(4), (144, CONFIG.D))
+    table = jnp.array([[2, -1], [5, 7]])
+    bounds = jnp.array([0, 72, 144])
+    kept = dict(checkpoints=table, checkpoint_every=64)
+    y, prefilled = kda_jax.kda_prefill(params, prompts, cache, slots, bounds, config=CONFIG, **kept)
+
+    params, cache = sharding.place(mesh, CONFIG, params, cache, **axes)
+    verify = jax.jit(sharding.make_verify(mesh, CONFIG, params, **axes))
+    commit = jax.jit(sharding.make_commit(mesh, **axes))
+    got, drafts = verify(params, x, cache, slots)
+    assert_near(got, wanted, LIMIT)
+    committed = commit(cache, drafts, slots, accepted)
+    assert_near(committed.state, after.state, LIMIT)
+    prefill = jax.jit(sharding.make_prefill(mesh, CONFIG, params, **axes, checkpoint_every=64))
+    bounds = bounds if rows is None else jnp.array([[0, 72], [0, 72]])
+    got, whole = prefill(params, prompts, cache, slots, bounds, None, table)
+    assert_near(got, y, LIMIT)
+    assert_near(whole.state, prefilled.state, LIMIT)
+
+
 def test_a_row_on_the_wrong_shard_is_padded_there():
     mesh, (params, cache) = mesh_of((2,), ("dp",)), layer(CONFIG)
     before = np.asarray(cache.state)

@@ -199,6 +199,15 @@ def test_drafts_say_what_is_wrong_with_them():
         )(pool)
 
 
+def test_a_named_implementation_of_states_runs_or_raises():
+    _, pool = tokens("dense")
+    call = pool, jnp.zeros((N, T, HV, V, K)), SLOTS, ACCEPTED
+    with pytest.raises(NotImplementedError, match="states are written by XLA"):
+        kda_jax.commit(*call, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="`implementation` must be"):
+        kda_jax.commit(*call, implementation="nonsense")
+
+
 def test_explain_speaks_of_drafts_and_of_states():
     x, pool = tokens("dense")
     _, drafts = kda_jax.recurrent_verify(*x, pool, SLOTS)
