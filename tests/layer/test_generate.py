@@ -1,7 +1,6 @@
-"""The example generates, and a request's tokens do not depend on who shares its batch."""
+"""The example serves, and a request's tokens are those that it gets alone."""
 
 import jax
-import numpy as np
 import pytest
 from support import load_example
 
@@ -11,36 +10,72 @@ def example():
     return load_example("generate")
 
 
+@pytest.fixture(scope="module")
+def model(example):
+    return example.init_model(jax.random.key(3))
+
+
+def serve(example, model, *, rows=3, slots=6, **options):
+    server = example.Server(model, rows=rows, slots=slots, **options)
+    return server.run(example.make_requests(7, 12, seed=5)), server
+
+
 @pytest.mark.slow
 def test_it_runs_saves_and_loads(example, tmp_path, capsys):
-    arguments = ["--requests", "5", "--slots", "2", "--new-tokens", "6", "--temperature", "0.7"]
+    arguments = ["--requests", "5", "--rows", "2", "--slots", "4", "--new-tokens", "6"]
+    arguments += ["--temperature", "0.7"]
     assert example.main([*arguments, "--save", str(tmp_path / "weights.npz")]) == 0
     first = capsys.readouterr().out
     assert "5 of 5 requests have the same tokens alone" in first
     assert example.main([*arguments, "--weights", str(tmp_path / "weights.npz")]) == 0
     again = capsys.readouterr().out
-    assert first.splitlines()[1:] == again.splitlines()[1:]
+    assert first.splitlines()[2:] == again.splitlines()[2:]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_neither_the_batch_nor_the_slots_change_a_requests_tokens(example, temperature):
-    model = example.init_model(jax.random.key(3))
-    results = []
-    for slots in (2, 3, 7):
-        requests = example.make_requests(7, 12, seed=5)
-        done, _, decoded = example.generate(model, requests, slots=slots, temperature=temperature)
-        assert sorted(done) == list(range(7))
-        assert decoded == sum(len(tokens) - 1 for tokens in done.values())
-        results.append(done)
+def test_neither_the_batch_nor_the_slots_change_a_requests_tokens(example, model, temperature):
+    results = [
+        serve(example, model, slots=slots, temperature=temperature, speculate=speculate)[0]
+        for slots, speculate in ((3, 0), (5, 0), (9, 3))
+    ]
+    assert sorted(results[0]) == list(range(7))
     assert results[0] == results[1] == results[2]
     assert len({token for tokens in results[0].values() for token in tokens}) > 20, (
         "the model says one thing only"
     )
 
 
-def test_a_prompt_that_does_not_fit_is_refused(example):
-    request = example.Request(0, list(np.arange(30)), 3)
-    with pytest.raises(ValueError, match="a prompt of 30 tokens does not fit into a prefill of 16"):
-        example.generate({"layers": []}, [request], slots=2, temperature=0.0, prompt_tokens=16)
+@pytest.mark.slow
+def test_prefixes_are_hit_and_evicted_and_guesses_are_counted(example, model):
+    _, server = serve(example, model, rows=2, slots=6, speculate=3)
+    assert server.prefixes.hits > 0
+    assert server.prefixes.saved >= 64 * server.prefixes.hits
+    assert server.prefixes.evicted > 0
+    assert server.guessed > server.right >= 0
+    assert set(server.prefixes.slots.values()).isdisjoint(server.free)
+    held = len(server.free) + len(server.prefixes.slots)
+    assert held == server.slots, "a slot was lost"
+
+
+@pytest.mark.slow
+def test_it_ends_in_failure_where_a_prefix_is_anothers(example, monkeypatch, capsys):
+    """The check at the end sees a state that is not that of the request's first tokens."""
+    longest = example.Prefixes.longest
+
+    def another(self, prompt):
+        end, slot = longest(self, prompt)
+        others = [x for x in self.slots.values() if x != slot]
+        return (end, others[0]) if end and others else (end, slot)
+
+    monkeypatch.setattr(example.Prefixes, "longest", another)
+    assert example.main(["--requests", "6", "--rows", "2", "--new-tokens", "8"]) == 1
+    assert "6 of 6" not in capsys.readouterr().out
+
+
+def test_a_guess_is_what_followed_the_same_end(example):
+    assert example.guess([1, 2, 3, 4, 9, 1, 2, 3], 3) == [4, 9, 1]
+    assert example.guess([5, 6, 5, 7, 5], 2) == [7, 5]
+    assert example.guess([1, 2, 3], 2) == []
+    assert example.guess([4, 4, 4], 5) == [4]
