@@ -86,27 +86,28 @@ def chunk_kda(
         of kernels. Name "xla" for forward mode (`jax.jvp`) and derivatives of derivatives, which
         the kernels do not have, and where no kernel can be: in a program for several platforms or
         for a CPU beside that GPU, and in one that the partitioner cuts (inside `jax.shard_map` the
-        kernels run). XLA takes short sequences one token after the other, as `recurrent_kda` does:
-        on a CPU rows of up to 32 tokens, and with `cu_seqlens` those of up to 64; on other devices,
-        with `cu_seqlens`, those of up to 16. Their derivative is that of the chunks.
+        kernels run). Short sequences are taken one token after the other, as `recurrent_kda` does:
+        with `cu_seqlens`, those of up to 16 tokens, in the kernels by that of decode; on a CPU
+        those of up to 64, and rows of up to 32. Their derivative is that of the chunks.
 
     Returns:
       out: `[B, T, HV, V]`.
-      state: `[S, HV, V, K]`, the updated pool, rounded once, after the last token; None if a Ref
-        came in.
+      state: `[S, HV, V, K]`, the updated pool, rounded once, after the last token (short sequences
+        in the kernels: after every token); None if a Ref came in.
 
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
       In a float32 pool a sequence that goes on from a checkpoint has the bits of the unbroken one:
       in XLA on a CPU where what is left has more than 64 tokens; in the kernels where both begin
-      at the same number of tokens modulo 8. Memory is linear in T, whatever N and the pool are (the
-      kernels: in T + 70 N). A value that is not finite poisons its chunk of 64 tokens, those before
-      it too. float32 operands are multiplied in full float32; narrower ones with a GPU's default
-      for float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32,
-      and round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps what
-      `jax.checkpoint` may recompute, 1 kB for a token and head with K = V = 128 under each of the
-      names "kda_chunks" and "kda_states" (`jax.ad_checkpoint.checkpoint_name`). A beta of 0 has its
-      derivative to within 2**-100.
+      at the same number of tokens modulo 8. Memory is linear in T, whatever N and the pool are, and
+      so is the number of states that are copied: those of the sequences that are not short. A value
+      that is not finite poisons its chunk of 64 tokens, those before it too. float32 operands are
+      multiplied in full float32; narrower ones with a GPU's default for float32 (TF32). The kernels
+      multiply bfloat16, sum in float32, hold the state in float32, and round log decays to float16
+      (weaker than 2e-8 a token: to 0). Their derivative keeps what `jax.checkpoint` may recompute,
+      1 kB for a token and head with K = V = 128 under each of the names "kda_chunks" and
+      "kda_states" (`jax.ad_checkpoint.checkpoint_name`), and takes room for about 70 tokens more a
+      sequence. A beta of 0 has its derivative to within 2**-100.
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`. TypeError: JAX's own, of a
