@@ -38,10 +38,10 @@ def test_it_runs_saves_and_loads(example, tmp_path, capsys):
 def test_neither_the_batch_nor_the_slots_change_a_requests_tokens(example, model, temperature):
     results = [
         serve(example, model, slots=slots, temperature=temperature, speculate=speculate)[0]
-        for slots, speculate in ((3, 0), (5, 0), (9, 3))
+        for slots, speculate in ((3, 0), (9, 3))
     ]
     assert sorted(results[0]) == list(range(7))
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
     assert len({token for tokens in results[0].values() for token in tokens}) > 20, (
         "the model says one thing only"
     )
@@ -70,8 +70,8 @@ def test_it_ends_in_failure_where_a_prefix_is_anothers(example, monkeypatch, cap
         return (end, others[0]) if end and others else (end, slot)
 
     monkeypatch.setattr(example.Prefixes, "longest", another)
-    assert example.main(["--requests", "6", "--rows", "2", "--new-tokens", "8"]) == 1
-    assert "6 of 6" not in capsys.readouterr().out
+    assert example.main(["--requests", "9", "--rows", "2", "--new-tokens", "16"]) == 1
+    assert "9 of 9" not in capsys.readouterr().out
 
 
 def test_a_guess_is_what_followed_the_same_end(example):
