@@ -65,7 +65,9 @@ def assert_kept(x, options, state, limit):
     assert_same_bits(np.asarray(state)[rest], before[rest])
 
 
-@pytest.mark.parametrize("every", [64, 128, 320])
+@pytest.mark.parametrize(
+    "every", [64, *(pytest.param(every, marks=pytest.mark.long) for every in (128, 320))]
+)
 def test_end_to_end(every):
     x, options = call(every=every)
     out, state = kda_jax.chunk_kda(**x, **options)
@@ -106,6 +108,7 @@ def test_going_on_from_one_has_the_bits_of_the_unbroken_run():
         assert_near(again, out[:, first:330], 1e-5)
 
 
+@pytest.mark.slow
 def test_a_narrow_pool_a_ref_and_donation():
     x, options = call()
     pool = jnp.asarray(x.pop("pool"), jnp.bfloat16)
@@ -124,6 +127,7 @@ def test_a_narrow_pool_a_ref_and_donation():
     assert_near(ref[...].astype(jnp.float32), expected.astype(jnp.float32), 4e-3)
 
 
+@pytest.mark.slow
 def test_they_differentiate():
     """The cotangent of a kept state reaches the tokens before it, and no others."""
     x, options = call((150,), M=2, seed=1)

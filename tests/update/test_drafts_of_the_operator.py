@@ -41,6 +41,7 @@ def first_tokens(x, form, n, count):
     return [y[row : row + 1, first : first + count] for y in x]
 
 
+@pytest.mark.sampled(3)
 @each_form
 @each_implementation
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])

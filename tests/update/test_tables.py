@@ -255,8 +255,8 @@ OPERATORS = ("recurrent_kda", "fused_sigmoid_gating_kda_update")
 def cases():
     """Each grid with either operator in every implementation: on a GPU, and among the long tests.
 
-    CI takes every second grid in XLA, the operators by turns, and a quarter of the narrow ones in an
-    interpreted kernel.
+    CI takes every second grid in XLA, the operators by turns, and a quarter of the narrow ones in
+    an interpreted kernel.
     """
     for number, (name, grid) in enumerate(GRIDS.items()):
         for implementation in IMPLEMENTATIONS:
