@@ -188,7 +188,7 @@ def test_gradients_at_the_gates_ends(case, name):
 def test_slot_helpers_refuse_what_they_would_spoil():
     pools = [jnp.ones((3, 2)), jnp.ones((3, 2))]
     for wrong in (jnp.ones(()), [*pools, 3.0]):
-        with pytest.raises(ContractError, match="the pool must be an array led by S, a jax.Ref"):
+        with pytest.raises(ContractError, match="the pool must be an array led by S"):
             kda_jax.clear_slots(wrong, [0])
     for wrong in (np.array([1], "u4"), np.array([True]), [1.5], 1, [[1]]):
         with pytest.raises(
