@@ -37,6 +37,7 @@ def alone(params, x, cache, source, config):
     return y, after.conv[6], after.state[6]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("with_sources", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
@@ -61,7 +62,9 @@ def test_a_draft_is_verified_and_then_committed_as_far_as_accepted(name, with_so
     assert_same_bits(after.state[rest], cache.state[rest])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize(
+    "tokens", [3, *(pytest.param(tokens, marks=pytest.mark.long) for tokens in (1, 2))]
+)
 def test_greedy_steps_of_drafts_are_steps_of_single_tokens(tokens):
     """Each step drafts some tokens, of which a few are right: what follows is as without drafts."""
     config, params, cache = make("softplus, low rank")
@@ -116,8 +119,7 @@ def test_rows_without_a_slot_may_hold_anything():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_with_a_kernel_drafts_are_those_of_xla(rows):
     config = dataclasses.replace(CONFIGS["softplus, low rank"], K=32, V=16, gate_rank=16)
     params = kda_jax.init_params(config, jax.random.key(0), dtype=jnp.float32)

@@ -227,7 +227,7 @@ def states_of(name, table):
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
     ("name", "form", "table", "outs", "state"),
@@ -387,7 +387,7 @@ def spec_of(x):
     return spec + (None,) * (x.ndim - len(spec))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("jit in set_mesh", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "form", "operand", "axis"), list(explicit_cases()))
 def test_explicit_axes_equal_one_device(name, form, operand, axis, mode):

@@ -133,7 +133,10 @@ def test_a_fresh_sequence_forgets_its_slot_on_its_shard():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "names"), [((2,), ("tp",)), ((2, 4), ("dp", "tp"))])
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [pytest.param((2,), ("tp",), marks=pytest.mark.long), ((2, 4), ("dp", "tp"))],
+)
 def test_drafts_and_checkpoints_over_a_mesh_are_those_of_one_device(shape, names):
     mesh, (params, cache) = mesh_of(shape, names), layer(CONFIG)
     rows = "dp" if "dp" in names else None

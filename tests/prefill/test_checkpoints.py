@@ -78,7 +78,9 @@ def test_end_to_end(every):
     assert_near(state[slots], after[slots], 1e-5)
 
 
-@pytest.mark.parametrize(("T", "every"), [(20, 64), (150, 64), (600, 128)])
+@pytest.mark.parametrize(
+    ("T", "every"), [(20, 64), (150, 64), pytest.param(600, 128, marks=pytest.mark.long)]
+)
 def test_rows(T, every):
     x, options = call(T, dense=2, every=every)
     _, state = kda_jax.chunk_kda(**x, **options)

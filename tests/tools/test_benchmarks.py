@@ -147,11 +147,9 @@ def test_a_toy_run(script, arguments, times):
 
 @pytest.mark.slow
 def test_a_toy_run_of_serving():
-    results = serving.main(["--toy", "--only", "single,drafts,memory"])
+    results = serving.main(["--toy", "--only", "drafts"])
     assert results["finished"]
-    assert results["single"][0]["ratio"] > 0
     assert results["drafts"][0]["verify_and_commit_us"] > 0
-    assert 0 < results["memory"][1]["ratio"] < 1.5
 
 
 @pytest.mark.slow
@@ -159,7 +157,12 @@ def test_a_toy_run_of_serving():
     ("name", "wrong", "what"),
     [
         ("kda_commit", lambda cache, *rest: cache, "kda_commit, state"),
-        ("kda_prefill", lambda params, x, cache, *rest, **options: (x, cache), "single tokens"),
+        pytest.param(
+            "kda_prefill",
+            lambda params, x, cache, *rest, **options: (x, cache),
+            "single tokens",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_serving_is_not_timed_with_a_wrong_answer(monkeypatch, name, wrong, what):

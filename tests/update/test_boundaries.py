@@ -54,7 +54,8 @@ CALLS = [(name, "xla") for name in ("chunk_kda", "conv_prefill", "kda_prefill", 
 CALLS += [(name, each) for name in ("recurrent_kda", "commit") for each in IMPLEMENTATIONS]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("broken", "meant"), BROKEN, ids=str)
 @pytest.mark.parametrize(("name", "implementation"), CALLS)
 def test_broken_boundaries_have_one_meaning(name, implementation, broken, meant):

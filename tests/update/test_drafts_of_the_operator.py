@@ -41,7 +41,8 @@ def first_tokens(x, form, n, count):
     return [y[row : row + 1, first : first + count] for y in x]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
+@pytest.mark.sampled(5)
 @each_form
 @each_implementation
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])

@@ -255,17 +255,17 @@ OPERATORS = ("recurrent_kda", "fused_sigmoid_gating_kda_update")
 def cases():
     """Each grid with either operator in every implementation: on a GPU, and among the long tests.
 
-    CI takes every second grid in XLA, the operators by turns, and a quarter of the narrow ones in
-    an interpreted kernel.
+    CI takes every second grid in XLA, the operators by turns, and a few of the narrow ones in an
+    interpreted kernel.
     """
     for number, (name, grid) in enumerate(GRIDS.items()):
         for implementation in IMPLEMENTATIONS:
             for turn, operator in enumerate(OPERATORS):
                 marks = ()
                 if not ON_GPU and implementation == "xla":
-                    marks = () if number % 4 == 3 * turn else pytest.mark.long
+                    marks = pytest.mark.slow if number % 4 == 3 * turn else pytest.mark.long
                 elif not ON_GPU:
-                    taken = number % 8 == 3 * turn and grid.heads[2] < 128
+                    taken = number % 16 == 3 * turn and grid.heads[2] < 128
                     marks = pytest.mark.slow if taken else pytest.mark.long
                 yield pytest.param(name, implementation, operator, marks=marks)
 
