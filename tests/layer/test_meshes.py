@@ -227,6 +227,7 @@ def states_of(name, table):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
@@ -387,6 +388,7 @@ def spec_of(x):
     return spec + (None,) * (x.ndim - len(spec))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("jit in set_mesh", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "form", "operand", "axis"), list(explicit_cases()))

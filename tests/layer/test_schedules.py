@@ -43,6 +43,7 @@ def run_batch(layer, first):
     return events
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_requests_of_a_random_schedule_meet_their_float64_runs(first):
