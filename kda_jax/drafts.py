@@ -11,10 +11,8 @@ from kda_contracts import LAYER_COMMIT, LAYER_VERIFY, check
 from kda_jax import call, conv, dispatch, pools, projections
 from kda_jax.call import Array, Implementation
 from kda_jax.layer_call import arrays_of, in_auto_axes, judge, pools_of
-from kda_jax.update_drafts import Drafts, commit, recurrent_verify
+from kda_jax.update_drafts import DRAFTED, Drafts, commit, recurrent_verify
 from kda_jax.weights import KDACache, KDAConfig, KDAParams, require_container, require_containers
-
-TENSORS = ("k", "v", "log_decay", "beta")
 
 
 @functools.partial(
@@ -113,7 +111,7 @@ def kda_verify(
 def _verified(*args, **kwargs):
     """`kda_verify`, with its drafts as arrays."""
     y, drafts = kda_verify(*args, **kwargs)
-    return y, drafts.inputs, *(getattr(drafts.tokens, name) for name in TENSORS)
+    return y, drafts.inputs, *(getattr(drafts.tokens, name) for name in DRAFTED)
 
 
 def kda_commit(
@@ -156,7 +154,7 @@ def kda_commit(
     """
     require_containers(LAYER_COMMIT.name, cache=cache)
     require_container(LAYER_COMMIT.name, "drafts", drafts, KDADrafts)
-    arrays = dict(inputs=drafts.inputs) | {x: getattr(drafts.tokens, x) for x in TENSORS}
+    arrays = dict(inputs=drafts.inputs) | {x: getattr(drafts.tokens, x) for x in DRAFTED}
     arrays |= pools_of(cache)
     arrays |= dict(slots=slots, num_accepted=num_accepted, sources=sources)
     sizes = check(LAYER_COMMIT, **arrays)

@@ -24,8 +24,9 @@ from kda_jax.transforms import (
 # Rows of up to so many tokens a CPU takes one by one. Two cores, 32 tokens, ms forward / gradient:
 # 6 / 56 and in a chunk 17 / 141 (B 64, H 2, K 32); 9 / 159 and 21 / 153 (B 1, H 32, K 128).
 SHORT = 32
-# Of sequences that lie end to end, XLA takes those of up to FEW tokens one by one, some ROWS of
-# them at a time: on a CPU, and on other devices, where a step of the loop costs its launches.
+# Of sequences that lie end to end, those of up to FEW tokens are taken one by one: on a CPU, and on
+# other devices, in the kernels too. XLA takes some ROWS of them at a time: more where a step of the
+# loop costs its launches.
 FEW = {"cpu": 64, "other": 16}
 ROWS = {"cpu": 8, "other": 64}
 TENSORS = 6  # q, k, v, log decay, beta and the start or pool: what may have a derivative
@@ -98,16 +99,16 @@ def chunk_kda(
     Effects:
       As `packed_decode`: the pool is updated in place where it is donated inside `jit`, or a Ref.
       In a float32 pool a sequence that goes on from a checkpoint has the bits of the unbroken one:
-      in XLA on a CPU where what is left has more than 64 tokens; in the kernels where both begin
-      at the same number of tokens modulo 8. Memory is linear in T, whatever N and the pool are, and
-      so is the number of states that are copied: those of the sequences that are not short. A value
-      that is not finite poisons its chunk of 64 tokens, those before it too. float32 operands are
-      multiplied in full float32; narrower ones with a GPU's default for float32 (TF32). The kernels
-      multiply bfloat16, sum in float32, hold the state in float32, and round log decays to float16
-      (weaker than 2e-8 a token: to 0). Their derivative keeps what `jax.checkpoint` may recompute,
-      1 kB for a token and head with K = V = 128 under each of the names "kda_chunks" and
-      "kda_states" (`jax.ad_checkpoint.checkpoint_name`), and takes room for about 70 tokens more a
-      sequence. A beta of 0 has its derivative to within 2**-100.
+      in XLA on a CPU where what is left has more than 64 tokens; in the kernels where it has more
+      than 16, and both begin at the same number of tokens modulo 8. Memory is linear in T, whatever
+      N and the pool are, and so is the number of states that are copied: those of the sequences
+      that are not short. A value that is not finite poisons its chunk of 64 tokens, those before it
+      too. float32 operands are multiplied in full float32; narrower ones with a GPU's default for
+      float32 (TF32). The kernels multiply bfloat16, sum in float32, hold the state in float32, and
+      round log decays to float16 (weaker than 2e-8 a token: to 0). Their derivative keeps what
+      `jax.checkpoint` may recompute, 1 kB for a token and head with K = V = 128 under each of the
+      names "kda_chunks" and "kda_states" (`jax.ad_checkpoint.checkpoint_name`), and takes room for
+      about 70 tokens more a sequence. A beta of 0 has its derivative to within 2**-100.
 
     Raises:
       ContractError, TypeError, NotImplementedError: as `packed_decode`. TypeError: JAX's own, of a

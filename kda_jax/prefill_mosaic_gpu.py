@@ -88,8 +88,12 @@ def unsupported(sizes: Sizes, dtypes) -> str | None:
 def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, every=None):
     """`(out [B, T, HV, V], after [N, HV, V, K])` of operands as `chunk_kda` takes them.
 
-    start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
-      outs are zeros. every: as in `prefill_xla.py`, third the states on the way.
+    Args:
+      start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
+        outs are zeros.
+      cu_seqlens: as in `prefill_xla.py`; of `(begins, ends)`, two sequences or more, all are live,
+        tokens of none may be anything, and so is the state after a sequence of no tokens.
+      every: as in `prefill_xla.py`, third the states on the way.
     """
     tensors = (q, k, v, log_decay, beta)
     return _run(*tensors, start, live, cu_seqlens, static=static, keep=False, every=every)[0]
@@ -102,7 +106,7 @@ def with_residuals(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static)
 
 
 def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep, every=None):
-    sizes, T = static.sizes, static.sizes.T
+    sizes, T, ranges = static.sizes, static.sizes.T, isinstance(cu_seqlens, tuple)
     length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
     if length != T:
         q, k, v, log_decay, beta = (
@@ -117,9 +121,9 @@ def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep, eve
         sizes=sizes,
         maths=static.maths,
         keep=keep,
-        skip_empty=isinstance(cu_seqlens, tuple),
+        skip_empty=ranges,
     )
-    start, ranges = jnp.swapaxes(start, 2, 3), isinstance(cu_seqlens, tuple)
+    start = jnp.swapaxes(start, 2, 3)
     padded = not plan.dense and not ranges
     if padded:  # the tokens before the first sequence and behind the last are sequences too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)

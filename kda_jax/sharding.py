@@ -27,7 +27,7 @@ from kda_jax.call import Array, Implementation
 from kda_jax.drafts import KDADrafts, kda_commit, kda_verify
 from kda_jax.layer import kda_decode, kda_prefill
 from kda_jax.pools import as_int32, inside
-from kda_jax.update_drafts import Drafts
+from kda_jax.update_drafts import DRAFTED, Drafts
 from kda_jax.weights import KDACache, KDAConfig, KDAParams
 
 
@@ -457,7 +457,7 @@ def make_commit(
 def _drafts_specs(heads, rows):
     """How the drafts of a layer are cut, as KDADrafts."""
     cuts, _ = specs(LAYER_COMMIT, heads=heads, rows=rows)
-    tokens: Any = {name: cuts[name] for name in ("k", "v", "log_decay", "beta")}
+    tokens: Any = {name: cuts[name] for name in DRAFTED}
     return KDADrafts(cuts["inputs"], Drafts(**tokens, use_qk_l2norm_in_kernel=True))
 
 

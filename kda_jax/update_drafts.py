@@ -15,10 +15,12 @@ from kda_jax.call import Array, Implementation, Pool
 from kda_jax.sequences import bounded
 from kda_jax.update_call import last_accepted
 
+DRAFTED = ("k", "v", "log_decay", "beta")
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["k", "v", "log_decay", "beta"],
+    data_fields=DRAFTED,
     meta_fields=["use_qk_l2norm_in_kernel"],
 )
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def commit(
     indices = dict(slots=slots, num_accepted=num_accepted, sources=sources, cu_seqlens=cu_seqlens)
     tensors = dict(intermediate=intermediate)
     if drafted:
-        tensors = {name: getattr(intermediate, name) for name in ("k", "v", "log_decay", "beta")}
+        tensors = {name: getattr(intermediate, name) for name in DRAFTED}
     elif sources is not None:
         raise ContractError(
             f"{COMMIT.name}: `sources` go with Drafts: states were made from their own already"
@@ -169,8 +171,7 @@ def commit(
 def _commit_again(drafts, choice, /, **arrays):
     """`commit` of its operands by name; `drafts`: None, or what those of a draft come from."""
     if drafts is not None:
-        names = ("k", "v", "log_decay", "beta")
-        fields: dict[str, Any] = {name: arrays.pop(name) for name in names}
+        fields: dict[str, Any] = {name: arrays.pop(name) for name in DRAFTED}
         arrays["intermediate"] = dataclasses.replace(drafts, **fields)
         arrays["implementation"] = choice
     return commit(**arrays)

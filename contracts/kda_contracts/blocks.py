@@ -8,6 +8,7 @@ from kda_contracts.spec import (
     CU_SEQLENS,
     FLOATS,
     INDICES,
+    SOURCES,
     TOGETHER,
     Contract,
     Operand,
@@ -34,13 +35,6 @@ def _rules(ranked, shaped):
 
 _WEIGHT = Operand("weight", "C W", FLOATS, "the taps; the last column meets the newest input")
 _POOL = Operand("pool", "S C W-1", FLOATS, "the last inputs of each slot, oldest first")
-_SOURCES = Operand(
-    "sources",
-    "N",
-    INDICES,
-    "slot that a sequence continues; outside [0, S): nothing",
-    required=False,
-)
 _BIAS = Operand("bias", "C", FLOATS, "added before SiLU", required=False)
 
 CONV_DECODE = Contract(
@@ -50,7 +44,7 @@ CONV_DECODE = Contract(
         _WEIGHT,
         _POOL,
         Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
-        replace(_SOURCES, axes="B"),
+        replace(SOURCES, axes="B"),
         _BIAS,
     ),
     results=(
@@ -72,7 +66,7 @@ CONV_PREFILL = Contract(
         _POOL,
         Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
         replace(CU_SEQLENS, required=True),
-        _SOURCES,
+        SOURCES,
         CHECKPOINTS,
         _BIAS,
     ),

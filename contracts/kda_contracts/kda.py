@@ -11,6 +11,7 @@ from kda_contracts.spec import (
     CU_SEQLENS,
     FLOATS,
     INDICES,
+    SOURCES,
     TOGETHER,
     Contract,
     Operand,
@@ -146,13 +147,6 @@ _TOKENS = (
     Operand("k", "B T H K", FLOATS, "keys"),
     Operand("v", "B T HV V", FLOATS, "values"),
 )
-_SOURCES = Operand(
-    "sources",
-    "N",
-    INDICES,
-    "slot that a sequence starts from; outside [0, S): a zero state",
-    required=False,
-)
 _DRAFT = (
     CU_SEQLENS,
     Operand(
@@ -267,7 +261,7 @@ KDA_UPDATE = Contract(
             INDICES,
             "slot of each sequence; outside [0, S): a padded one",
         ),
-        replace(_SOURCES, name="source_indices"),
+        replace(SOURCES, name="source_indices"),
         *_DRAFT,
     ),
     results=_UPDATE_RESULTS,
@@ -316,7 +310,7 @@ _OPERANDS = (
     *_DRAFTED[2:],
     Operand("pool", "S HV V K", FLOATS, "the whole state pool"),
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
-    _SOURCES,
+    SOURCES,
 )
 _OF_POOL = ("pool", "slots", "log_decay beta", "scale use_qk_l2norm_in_kernel")
 
@@ -383,7 +377,7 @@ COMMIT = Contract(
         Operand(
             "num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"
         ),
-        _SOURCES,
+        SOURCES,
         CU_SEQLENS,
     ),
     results=(Operand("state", "S HV V K", FLOATS, "the updated pool"),),

@@ -9,6 +9,7 @@ from kda_contracts.spec import (
     CU_SEQLENS,
     FLOATS,
     INDICES,
+    SOURCES,
     TOGETHER,
     Contract,
     Layout,
@@ -131,19 +132,11 @@ def _layer(name, x, *indices, pools=POOLS, sizes_from, own=(), options=(), resul
     )
 
 
-_SOURCES = Operand(
-    "sources",
-    "N",
-    INDICES,
-    "slot that a sequence starts from; outside [0, S): from nothing",
-    required=False,
-)
-
 LAYER_DECODE = _layer(
     "kda_jax.kda_decode",
     Operand("x", "B D", FLOATS, "the normed input, one token a row"),
     Operand("slots", "B", INDICES, "slot of each row; outside [0, S): a padded row"),
-    replace(_SOURCES, axes="B"),
+    replace(SOURCES, axes="B"),
     sizes_from=("f_down", "state", "x"),
 )
 LAYER_PREFILL = _layer(
@@ -151,7 +144,7 @@ LAYER_PREFILL = _layer(
     Operand("x", "T D", FLOATS, "the normed inputs of all sequences"),
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
     replace(CU_SEQLENS, required=True),
-    _SOURCES,
+    SOURCES,
     CHECKPOINTS,
     sizes_from=("f_down", "state", "x", "slots", "checkpoints"),
     own=TOGETHER,
@@ -168,7 +161,7 @@ LAYER_VERIFY = _layer(
     "kda_jax.kda_verify",
     Operand("x", "N T D", FLOATS, "the normed inputs of each sequence's drafted tokens"),
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): a padded one"),
-    _SOURCES,
+    SOURCES,
     sizes_from=("f_down", "state", "x"),
     results=_DRAFTED,
 )
@@ -177,7 +170,7 @@ _COMMITTED = (
     *POOLS,
     Operand("slots", "N", INDICES, "slot of each sequence; outside [0, S): passed over"),
     Operand("num_accepted", "N", INDICES, "tokens that were accepted; 0 leaves the slot as it is"),
-    _SOURCES,
+    SOURCES,
 )
 _NAMES = " ".join(operand.name for operand in _COMMITTED)
 LAYER_COMMIT = Contract(

@@ -81,6 +81,13 @@ CU_SEQLENS = Operand(
 )
 
 
+SOURCES = Operand(
+    "sources",
+    "N",
+    INDICES,
+    "slot that a sequence starts from; outside [0, S): from nothing",
+    required=False,
+)
 CHECKPOINTS = Operand(
     "checkpoints",
     "N M",

@@ -2,6 +2,8 @@
 
 Requests come with their tokens, which are input vectors, known in advance. A schedule cuts them
 into steps of every kind, and hands slots round in a pool that is too small for all of them.
+
+Over 350 lines, since each step has its plan, its call and its check, and shares the server's state.
 """
 
 import dataclasses

@@ -168,3 +168,36 @@ def test_the_kernels_keep_them(form):
         )
         _, state = jax.block_until_ready(step(x, options["checkpoints"]))
     assert_kept(wide, options, np.asarray(state), NARROW)
+
+
+@pytest.mark.gpu if ON_GPU else pytest.mark.long
+def test_in_the_kernels_what_goes_on_from_one_has_the_bits_of_the_unbroken_run():
+    """More than 16 tokens are left, and both runs begin at a multiple of 8 tokens and 3."""
+    sizes = dict(H=1, HV=1, K=64, V=64, dtype="bfloat16")
+    x, options = call((3, 150), M=2, **sizes)
+    options["checkpoints"][:] = [[-1, -1], [S, S + 1]]
+    tokens = {name: x[name] for name in ("q", "k", "v", "log_decay", "beta")}
+    with kernels_here():
+        step = jax.jit(
+            lambda x, table: kda_jax.chunk_kda(
+                **x, **(options | dict(checkpoints=table)), implementation="mosaic_gpu"
+            )
+        )
+        out, state = jax.block_until_ready(step(x, options["checkpoints"]))
+        x_slots = x["slots"]
+        # The three tokens of another sequence in front, as before.
+        rest = {n: np.concatenate([y[:, :3], y[:, 3 + 128 :]], 1) for n, y in tokens.items()}
+        go_on = jax.jit(
+            lambda x, pool: kda_jax.chunk_kda(
+                **x,
+                pool=pool,
+                slots=x_slots,
+                sources=jnp.array([-1, S + 1]),
+                cu_seqlens=jnp.array([0, 3, 3 + 22]),
+                implementation="mosaic_gpu",
+            )
+        )
+        again, after = jax.block_until_ready(go_on(rest, state))
+    assert_same_bits(np.asarray(again)[:, 3:], np.asarray(out)[:, 3 + 128 :])
+    slot = x["slots"][1]
+    assert_same_bits(np.asarray(after)[slot], np.asarray(state)[slot])
