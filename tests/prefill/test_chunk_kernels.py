@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chunks import DECAY_PATTERNS, S, operands, set_decays, wanted
+from chunks import DECAY_PATTERNS, S, kernels_here, operands, set_decays, wanted
 from jax.sharding import PartitionSpec as P
 from support import assert_near, assert_same_bits, lowered_text
 
@@ -264,6 +264,46 @@ def test_they_lower_for_cuda(sizes, N):
     assert text.count("kda_prefill_chunks") >= 1
     assert text.count("kda_prefill_states") >= 1
     assert "xf64" not in text
+
+
+@pytest.mark.slow
+def test_short_and_long_sequences_in_one_call_meet_the_oracle():
+    """By the decode kernel and those of chunks, on a CPU in Pallas's interpreter.
+
+    With an empty and a padded sequence, sources, and tokens of none behind the last.
+    """
+    lengths = (3, 40, 0, 17, 1, 66, 16)
+    T, bounds = sum(lengths) + 5, np.cumsum((0, *lengths)).astype(np.int32)
+    x = narrow(1, T, N=len(lengths), H=1, HV=2, K=64, V=64)
+    x["pool"] = np.random.default_rng(1).standard_normal((9, 2, 64, 64), dtype=np.float32)
+    x["slots"] = np.array([2, 4, 0, -1, 1, 3, 7], np.int32)
+    sources = np.array([2, -1, 0, 1, 5, 3, 8], np.int32)
+    for name in ("q", "k", "v", "log_decay", "beta"):  # of none, and of the padded one
+        x[name][:, bounds[-1] :] = x[name][:, bounds[3] : bounds[4]] = np.nan
+    x["pool"][6] = np.nan  # nobody's
+    with kernels_here():
+        step = jax.jit(
+            lambda x: kda_jax.chunk_kda(
+                **x,
+                cu_seqlens=bounds,
+                sources=sources,
+                out_dtype="float32",
+                implementation="mosaic_gpu",
+            )
+        )
+        out, state = map(np.asarray, jax.block_until_ready(step(x)))
+        text = str(jax.make_jaxpr(step)(x))
+    assert "kda_update_mosaic_gpu" in text and "kda_chunk_mosaic_gpu" in text
+    wide = {name: np.asarray(y, np.float32) for name, y in x.items() if name != "slots"}
+    expected, after = wanted(wide | dict(slots=x["slots"]), bounds, sources=sources)
+    live = np.repeat(x["slots"] >= 0, lengths)
+    assert_near(out[0, : bounds[-1]][live], expected[0, : bounds[-1]][live], LIMIT)
+    rest = np.append(np.flatnonzero(~live), np.arange(bounds[-1], T))
+    assert_same_bits(out[0, rest], np.zeros_like(out[0, rest]))
+    touched = x["slots"][[0, 1, 4, 5, 6]]
+    assert_near(state[touched], after[touched], LIMIT)
+    others = np.setdiff1d(np.arange(9), touched)
+    assert_same_bits(state[others], x["pool"][others])
 
 
 @pytest.mark.parametrize("N", [None, 3])
