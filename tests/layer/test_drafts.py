@@ -348,26 +348,29 @@ def test_temporaries_follow_the_tokens_and_not_the_sequences():
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_single_tokens_cost_prefill_at_most_twice_what_they_cost_decode():
-    """On a CPU, 64 rows: 352 ms and 19 when each row had a chunk. A median of some runs."""
+    """On a CPU, 64 rows: 352 ms and 19 when each row had a chunk.
+
+    The least time of the process in some runs, both by turns: what else runs does not count.
+    """
     import time
 
-    config = kda_jax.KDAConfig(D=256, H=4, HV=4, K=64, V=64, gate_rank=64)
+    config = kda_jax.KDAConfig(D=256, H=8, HV=8, K=128, V=128, gate_rank=128)
     params = kda_jax.init_params(config, jax.random.key(0), dtype=jnp.float32)
     cache = kda_jax.init_cache(config, 64)
     x, slots, bounds = inputs(64, 256), jnp.arange(64), jnp.arange(65)
 
-    def milliseconds(step):
-        def once():
-            start = time.perf_counter()
-            jax.block_until_ready(step())
-            return time.perf_counter() - start
+    def seconds(step):
+        start = time.process_time()
+        jax.block_until_ready(step())
+        return time.process_time() - start
 
-        once()
-        return sorted(once() for _ in range(9))[4] * 1e3
-
-    by_prefill = milliseconds(lambda: prefill(params, x, cache, slots, bounds, config=config))
-    by_decode = milliseconds(lambda: decode(params, x, cache, slots, config=config))
-    assert by_prefill < 2 * by_decode + 2, (by_prefill, by_decode)
+    steps = (
+        lambda: prefill(params, x, cache, slots, bounds, config=config),
+        lambda: decode(params, x, cache, slots, config=config),
+    )
+    times = [[seconds(step) for step in steps] for _ in range(20)]  # the first ones compile
+    by_prefill, by_decode = map(min, zip(*times, strict=True))
+    assert by_prefill < 2 * by_decode, (by_prefill, by_decode)
 
 
 # Errors.
