@@ -62,9 +62,10 @@ def pytest_pyfunc_call(pyfuncitem):
     """A test of a large pool runs in a process of its own, with more memory than a worker has."""
     if not (gpu_share.IS_WORKER and ON_GPU and pyfuncitem.get_closest_marker("large_pool")):
         return None
+    name, _, _ = pyfuncitem.nodeid.partition("@large_pool")  # xdist's name of its group
     kept = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:benchmark", pyfuncitem.nodeid],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:benchmark", "-m", "", name],
         capture_output=True,
         text=True,
         cwd=pyfuncitem.config.rootpath,
