@@ -14,6 +14,8 @@ from kda_jax.call import Array, Pool
 from kda_jax.gates import differentiable_sigmoid
 from kda_jax.sequences import bounded, owners, positions
 
+ROWS = 128  # that move on at once: what is made for them is small beside the tokens' own
+
 
 def conv_decode(
     x: Array,
@@ -160,92 +162,127 @@ def conv_prefill(
     indices = (
         pools.as_int32(arrays[name]) for name in ("slots", "cu_seqlens", "sources", "checkpoints")
     )
+    slots, bounds, sources, checkpoints = indices
+    indices = (slots, bounded(bounds, x.shape[0]), sources, checkpoints)
     tensors = map(arrays.get, ("x", "weight", "pool"))
     return all_tokens(*tensors, *indices, arrays["bias"], every=checkpoint_every or 0)
 
 
 @functools.partial(jax.jit, static_argnames="every")
 def all_tokens(x, weight, pool, slots, cu_seqlens, sources, checkpoints, bias=None, *, every=0):
-    """What `conv_prefill` does, after its contract; all indices are int32."""
+    """What `conv_prefill` does, after its contract; all indices are int32, boundaries ascend."""
     others = (x, weight, cu_seqlens, sources, checkpoints, bias)
     state, slots = pools.opened(pool, slots, *others)
-    T, S = x.shape[0], state.shape[0]
-    if 0 in (T, S, slots.shape[0]):
+    T, S, N, W = x.shape[0], state.shape[0], slots.shape[0], weight.shape[1]
+    if 0 in (T, S, N):
         return jnp.zeros_like(x), pools.unchanged(pool)
-    bounds = bounded(cu_seqlens, T)
-    begins, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
-    past = pools.read(state, slots, sources)  # [N, C, W-1]
-    x, y = _continued(x, weight, past, pools.inside(slots, S), bounds, bias)
-    window = _windows(x, past, begins, lengths[:, None])[:, 0]
-    state = pools.write(state, slots, window, where=lengths > 0)
+    begins, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
+    live, owner = pools.inside(slots, S), owners(cu_seqlens, T)
+    held, position = jnp.append(live, False)[owner][:, None], positions(cu_seqlens, owner)
+    x = jnp.where(held, x, jnp.zeros((), x.dtype))
+    weights = weight.astype(jnp.float32)
+    source_of = pools.sources_of(slots, sources, S)  # S for none
+    source = jnp.append(source_of, S)[owner]
+    y = jnp.zeros(x.shape, jnp.float32)
+    for back in range(W):
+        tap = _shifted(x, back).astype(jnp.float32)
+        if back:
+            # Of the slot, read where it is needed: a copy for each sequence may be the larger part
+            # of all memory.
+            at = jnp.clip(W - 1 + position - back, 0, W - 2)
+            carried = state.at[source, :, at].get(mode="fill", fill_value=0)
+            tap = jnp.where((position >= back)[:, None], tap, carried.astype(jnp.float32))
+        y = y + tap * weights[None, :, W - 1 - back]
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None]
+    y = jnp.where(held, _silu(y), 0).astype(x.dtype)
+    if W == 1:
+        return y, pools.closed(pool, state)
+    # Else XLA may write the slots first, and copy the whole pool for what is read of it here.
+    y, state = jax.lax.optimization_barrier((y, state))
     if checkpoints is not None:
-        ends = jnp.arange(1, checkpoints.shape[1] + 1, dtype=jnp.int32) * every
-        kept = _windows(x, past, begins, jnp.broadcast_to(ends[None], checkpoints.shape))
-        reached = pools.inside(slots, S)[:, None] & (ends[None] <= lengths[:, None])
-        kept = kept.reshape(-1, *kept.shape[2:])
-        state = pools.write(state, checkpoints.reshape(-1), kept, where=reached.reshape(-1))
-    return y, pools.closed(pool, state)
+        M = checkpoints.shape[1]
+        sequence, column = (
+            z.reshape(-1) for z in jnp.meshgrid(jnp.arange(N), jnp.arange(M), indexing="ij")
+        )
+        ends = (column.astype(jnp.int32) + 1) * every
+        reached = live[sequence] & (ends <= lengths[sequence])
+        places = jnp.where(reached, checkpoints.reshape(-1), -1)
+        rows = (places, source_of[sequence], begins[sequence], ends)
+        state = _move_on(state, x, rows)
+    rows = (jnp.where(lengths > 0, slots, -1), source_of, begins, lengths)
+    return y, pools.closed(pool, _move_on(state, x, rows))
 
 
 @jax.jit
 def drafted(x, weight, pool, slots, sources, bias=None):
     """`[N, T, C]` of drafted tokens, convolved behind their slots' inputs. Nothing is written."""
-    (N, T, C), S = x.shape, pool.shape[0]
+    (N, T, _), S, W = x.shape, pool.shape[0], weight.shape[1]
     if 0 in (N, T, S):
         return jnp.zeros_like(x)
     state, _ = pools.opened(pool, slots, x, weight, sources, bias, written=False)
-    past, live = pools.read(state, slots, sources), pools.inside(slots, S)
-    bounds = jnp.arange(N + 1, dtype=jnp.int32) * T
-    return _continued(x.reshape(N * T, C), weight, past, live, bounds, bias)[1].reshape(x.shape)
+    past, live = pools.read(state, slots, sources), pools.inside(slots, S)[:, None, None]
+    x = jnp.where(live, x, jnp.zeros((), x.dtype))
+    weights, y = weight.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
+    token = jnp.arange(T, dtype=jnp.int32)[None, :, None]
+    for back in range(W):
+        tap = _shifted(x, back).astype(jnp.float32)
+        if back:
+            carried = jnp.moveaxis(past[:, :, W - 1 - back :], 2, 1)[:, :T]
+            carried = jnp.pad(carried, ((0, 0), (0, max(0, T - back)), (0, 0)))
+            tap = jnp.where(token >= back, tap, carried.astype(jnp.float32))
+        y = y + tap * weights[None, None, :, W - 1 - back]
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None, None]
+    return jnp.where(live, _silu(y), 0).astype(x.dtype)
 
 
 @jax.jit
 def advanced(x, pool, slots, sources, accepted):
     """The pool behind the first `accepted` of the drafted tokens x `[N, T, C]` of each sequence."""
     state, slots = pools.opened(pool, slots, x, sources, accepted)
-    N, T, C = x.shape
-    if 0 in (N, T, state.shape[0]):
+    (N, T, C), S = x.shape, state.shape[0]
+    if 0 in (N, T, S) or state.shape[2] == 0:
         return pools.unchanged(pool)
-    past = pools.read(state, slots, sources)
-    begins = jnp.arange(N, dtype=jnp.int32) * T
-    window = _windows(x.reshape(N * T, C), past, begins, accepted[:, None])[:, 0]
     moved = (accepted > 0) & (accepted <= T)
-    state = pools.write(state, slots, window, where=moved)
-    return pools.closed(pool, state)
+    begins = jnp.arange(N, dtype=jnp.int32) * T
+    rows = (jnp.where(moved, slots, -1), pools.sources_of(slots, sources, S), begins, accepted)
+    return pools.closed(pool, _move_on(state, x.reshape(N * T, C), rows))
 
 
-def _continued(x, weight, past, live, bounds, bias):
-    """`(x, y)`: the tokens `[T, C]`, zeros where no live sequence holds them, and convolved."""
-    T, W, f32 = x.shape[0], weight.shape[1], jnp.float32
-    begins, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
-    owner = owners(bounds, T)
-    held = jnp.append(live, False)[owner][:, None]
-    x = jnp.where(held, x, jnp.zeros((), x.dtype))
-    weights = weight.astype(f32)
-    y = _taps(x, weights, positions(bounds, owner))
-    for first in range(W - 1):
-        # What the slot's inputs give to token number `first` of each sequence.
-        carried = (past[:, :, first:].astype(f32) * weights[None, :, : W - 1 - first]).sum(-1)
-        token = jnp.where(lengths > first, begins + first, T)
-        y = y.at[token].add(carried, mode="drop")
-    if bias is not None:
-        y = y + bias.astype(f32)[None]
-    return x, jnp.where(held, _silu(y), 0).astype(x.dtype)
+def _move_on(state, x, rows):
+    """The pool, with the last W-1 inputs after some tokens of some sequences.
 
-
-def _windows(x, past, begins, counts):
-    """`[N, M, C, W-1]`: the last W-1 inputs after each of the `counts` `[N, M]` of a sequence's
-    tokens: from x where there are enough, else from the slot's own.
+    rows: `(slots, sources, begins, counts)`, each `[R]`: a slot takes what lies behind `counts`
+    tokens of x `[T, C]` from `begins` on, or before them in the slot `sources`; -1 for none.
     """
-    width = past.shape[2]
-    at = (
-        counts[..., None] - width + jnp.arange(width, dtype=counts.dtype)[None, None]
-    )  # negative: in the slot
-    places = jnp.clip(begins[:, None, None] + at, 0, x.shape[0] - 1)
-    from_x = jnp.moveaxis(x.at[places].get(mode="fill", fill_value=0), 3, 2)
-    within = jnp.clip(at + width, 0, max(width - 1, 0))[:, :, None]
-    from_slot = jnp.take_along_axis(past[:, None], within, axis=3)
-    return jnp.where((at >= 0)[:, :, None], from_x.astype(past.dtype), from_slot)
+    R, width = rows[0].shape[0], state.shape[2]
+    groups = -(-R // ROWS) if isinstance(R, int) else 1
+    if groups == 1:
+        return _moved_on(state, x, *rows)
+    fills = (-1, -1, 0, width)
+    rows = [
+        jnp.pad(z, (0, groups * ROWS - R), constant_values=fill).reshape(groups, ROWS)
+        for z, fill in zip(rows, fills, strict=True)
+    ]
+    return jax.lax.scan(lambda state, rows: (_moved_on(state, x, *rows), None), state, rows)[0]
+
+
+def _moved_on(state, x, slots, sources, begins, counts):
+    S, _, width = state.shape
+    past = state.at[jnp.where(pools.inside(sources, S), sources, S)].get(mode="fill", fill_value=0)
+    taps = []
+    # Tap by tap, each an array over the channels, as in one_token.
+    for tap in range(width):
+        at = counts - width + tap  # negative: in the slot
+        row = jnp.clip(begins + at, 0, x.shape[0] - 1)
+        newest = x.at[row].get(mode="fill", fill_value=0).astype(state.dtype)
+        for count in range(width - tap):
+            newest = jnp.where((counts == count)[:, None], past[:, :, count + tap], newest)
+        taps.append(newest)
+    taps = jax.lax.optimization_barrier(taps)
+    slots = pools.apart(slots, S)
+    return state.at[slots].set(jnp.stack(taps, axis=2), mode="drop", unique_indices=True)
 
 
 @jax.jit
@@ -262,15 +299,20 @@ def without_pool(x, weight, position, bias=None):
 
 def _taps(x, weights, position):
     """`[..., T, C]` float32: what the tokens before each of the same sequence give to it."""
-    (*lead, T, C), W = x.shape, weights.shape[1]
-    lead = [(0, 0)] * len(lead)
+    C, W = x.shape[-1], weights.shape[1]
     y = jnp.zeros(x.shape, jnp.float32)
     for back in range(W):
-        shifted = jnp.pad(x, [*lead, (back, 0), (0, 0)])[..., :T, :].astype(jnp.float32)
+        tap = _shifted(x, back).astype(jnp.float32)
         if position is not None:
-            shifted = jnp.where((position >= back)[..., None], shifted, 0)
-        y = y + shifted * weights[:, W - 1 - back].reshape((1,) * (x.ndim - 1) + (C,))
+            tap = jnp.where((position >= back)[..., None], tap, 0)
+        y = y + tap * weights[:, W - 1 - back].reshape((1,) * (x.ndim - 1) + (C,))
     return y
+
+
+def _shifted(x, back):
+    """`[..., T, C]`: the token so many before each; zeros where there is none."""
+    lead = [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, [*lead, (back, 0), (0, 0)])[..., : x.shape[-2], :]
 
 
 def _silu(x):

@@ -68,12 +68,18 @@ def unchanged(pool) -> Any:
     return None if is_ref(pool) else jnp.asarray(pool)
 
 
+def sources_of(slots, sources, S):
+    """`[N]`: the slot that each row goes on from, its own where `sources` is None; S for none.
+
+    None, outside the pool, is brought to the high side: a negative index would wrap.
+    """
+    sources = slots if sources is None else sources
+    return jnp.where(inside(slots, S) & inside(sources, S), sources, S)
+
+
 def read(state, slots, sources=None):
     """`[N, ...]`: what each row's slot or source holds; zeros outside the pool and if padded."""
-    S = state.shape[0]
-    sources = jnp.where(inside(slots, S), slots if sources is None else sources, S)
-    # Outside is brought to the high side: a negative index would wrap.
-    sources = jnp.where(inside(sources, S), sources, S)
+    sources = sources_of(slots, sources, state.shape[0])
     return state.at[sources].get(mode="fill", fill_value=0)
 
 

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from kda_contracts import CHUNK_KDA
 from kda_jax import call, decode_xla, dispatch, pools, prefill_xla
 from kda_jax.call import Array, Implementation, Pool
-from kda_jax.prefill_pool import ARRAYS, on_arrays, over_pool, short_and_long
-from kda_jax.sequences import bounded, holders
+from kda_jax.prefill_pool import ARRAYS, on_arrays, over_pool, put_among, short_and_long
+from kda_jax.sequences import bounded, owners
 from kda_jax.transforms import (
     in_xla_under_vmap,
     inference_only,
@@ -156,6 +156,9 @@ def chunk_kda(
     )
     if static.empty:
         return call.nothing(static, pool)
+    cu_seqlens = pools.as_int32(arrays["cu_seqlens"])
+    if cu_seqlens is not None:
+        cu_seqlens = bounded(cu_seqlens, sizes.T)
     operands = call.Operands(
         q=arrays["q"],
         k=arrays["k"],
@@ -165,7 +168,7 @@ def chunk_kda(
         pool=pool,
         slots=pools.as_int32(arrays["slots"]),
         sources=pools.as_int32(arrays["sources"]),
-        cu_seqlens=pools.as_int32(arrays["cu_seqlens"]),
+        cu_seqlens=cu_seqlens,
         checkpoints=pools.as_int32(arrays["checkpoints"]),
     )
     run = kda_chunk_xla
@@ -204,31 +207,61 @@ def _chunks(*operands, every, static):
 def _apart_in_xla(static, *operands):
     device = "cpu" if jax.default_backend() == "cpu" else "other"
     few_tokens = functools.partial(decode_xla.few_tokens, static=static, rows=ROWS[device])
-    chunks = functools.partial(_chunks, static=static)
-    return short_and_long(operands, static, few=FEW[device], few_tokens=few_tokens, chunks=chunks)
+    many_tokens = functools.partial(
+        put_among, static=static, chunks_and_states=functools.partial(_chunks, static=static)
+    )
+    return short_and_long(
+        operands, static, few=FEW[device], few_tokens=few_tokens, many_tokens=many_tokens
+    )
 
 
 @_apart_in_xla.defjvp
 def _derivative_of_chunks(static, operands, tangents):
     """That of the chunks, of all sequences: the loops over few tokens have none."""
-    whole = functools.partial(_whole, static, functools.partial(_chunks, static=static))
     floats, rest = operands[:TENSORS], operands[TENSORS:]
-    return jax.jvp(lambda *floats: whole(*floats, *rest), floats, tangents[:TENSORS])
+    return jax.jvp(
+        lambda *floats: _whole_in_xla(static, *floats, *rest), floats, tangents[:TENSORS]
+    )
+
+
+def _whole_in_xla(static, *operands):
+    return _whole(static, functools.partial(_chunks, static=static), *operands)
 
 
 def _whole(static, chunks, *operands):
     """`(out, pool)` of all sequences alike, whether they are short or long."""
-    return over_pool(call.Operands(**dict(zip(ARRAYS, operands, strict=True))), static, chunks)
+    return over_pool(_by_name(operands), static, chunks)
+
+
+def _by_name(operands):
+    return call.Operands(**dict(zip(ARRAYS, operands, strict=True)))
 
 
 def _in_kernels(operands, *, static):
+    in_xla, by_kernels = (
+        (_whole_in_xla, _rows_in_kernels)
+        if operands.cu_seqlens is None
+        else (_apart_in_xla, _apart_in_kernels)
+    )
+    kernels = in_xla_under_vmap(
+        functools.partial(in_xla, static), functools.partial(by_kernels, static)
+    )
+
+    def run(*x):
+        if static.every is not None:
+            return kernels(*map(inference_only, x[:TENSORS]), *x[TENSORS:])
+        whole = functools.partial(_whole, static, _differentiable_chunks(static))
+        return with_derivative_of(whole, kernels, TENSORS, len(ARRAYS) - TENSORS)(*x)
+
+    return on_arrays(operands, run)
+
+
+def _differentiable_chunks(static):
+    """As `over_pool` takes it, by kernels forwards and back."""
     # A second to load.
     from kda_jax import prefill_grad_mosaic_gpu, prefill_mosaic_gpu
 
-    plain, kernels = (
-        functools.partial(module.chunks_and_states, static=static)
-        for module in (prefill_xla, prefill_mosaic_gpu)
-    )
+    plain = functools.partial(prefill_xla.chunks_and_states, static=static)
     keeping = functools.partial(prefill_mosaic_gpu.with_residuals, static=static)
     gradients = functools.partial(prefill_grad_mosaic_gpu.gradients, static=static)
 
@@ -248,34 +281,24 @@ def _in_kernels(operands, *, static):
         }
         return *others, prefill_mosaic_gpu.Kept(**kept)
 
-    def chunks(*x, every):
-        if every is None:
-            return *with_transforms_of(plain, kernels, forward, backward, named)(*x), None
-        with_states = in_xla_under_vmap(
-            functools.partial(plain, every=every), functools.partial(kernels, every=every)
-        )
-        return with_states(*(inference_only(y) if i < TENSORS else y for i, y in enumerate(x)))
-
-    if operands.cu_seqlens is None or static.sizes.N == 1:
-        return over_pool(operands, static, chunks)
-    apart = with_derivative_of(
-        functools.partial(_whole, static, chunks),
-        in_xla_under_vmap(
-            functools.partial(_apart_in_xla, static),
-            functools.partial(_apart_in_kernels, static, kernels),
-        ),
-        TENSORS,
-        len(ARRAYS) - TENSORS,
-    )
-    return on_arrays(operands, apart)
+    run = with_transforms_of(plain, lambda *x: keeping(*x)[0], forward, backward, named)
+    return lambda *x, every: (*run(*x), None)
 
 
-def _apart_in_kernels(static, kernels, *operands):
+def _rows_in_kernels(static, *operands):
+    from kda_jax import prefill_mosaic_gpu
+
+    return prefill_mosaic_gpu.over_pool(_by_name(operands), static=static)
+
+
+def _apart_in_kernels(static, *operands):
     """`(out, pool)`: sequences of few tokens by the decode kernel, the others by those of chunks.
 
     Neither looks at the tokens of the other.
     """
-    from kda_jax import decode_mosaic_gpu
+    from kda_jax import decode_mosaic_gpu, prefill_mosaic_gpu
+
+    cu_seqlens, T = _by_name(operands).cu_seqlens, static.sizes.T
 
     def few_tokens(tensors, state, slots, sources, begins, lengths):
         q, k, v, a, b = tensors
@@ -288,20 +311,23 @@ def _apart_in_kernels(static, kernels, *operands):
             pool=state,
             slots=jnp.where(lengths > 0, slots, -1),
             sources=sources,
-            cu_seqlens=bounded(operands[ARRAYS.index("cu_seqlens")], static.sizes.T),
+            cu_seqlens=cu_seqlens,
         )
         own = dataclasses.replace(static, op="kda_update", every=None, clears=False)
-        out, state, _ = decode_mosaic_gpu.kda_update_mosaic_gpu(few, static=own)
-        held = holders(begins, begins + lengths, static.sizes.T) < lengths.shape[0]
-        return jnp.where(held[None, :, None, None], out, jnp.zeros((), out.dtype)), state
+        return decode_mosaic_gpu.kda_update_mosaic_gpu(few, static=own)[:2]
 
-    def chunks(*x, every):
-        results = kernels(*x, every=every)
-        return results if every else (*results, None)
-
-    return short_and_long(
-        operands, static, few=FEW["other"], few_tokens=few_tokens, chunks=chunks, least=2
+    many_tokens = functools.partial(prefill_mosaic_gpu.over_pool, static=static)
+    out, state = short_and_long(
+        operands,
+        static,
+        few=FEW["other"],
+        few_tokens=few_tokens,
+        many_tokens=many_tokens,
+        least=2,
     )
+    live = pools.inside(_by_name(operands).slots, static.sizes.S)
+    held = jnp.append(live, False)[owners(cu_seqlens, T)]
+    return jnp.where(held[None, :, None, None], out, jnp.zeros((), out.dtype)), state
 
 
 kda_chunk_xla = call.implementation(_in_xla, "kda_chunk_xla")

@@ -29,7 +29,7 @@ from jax import lax
 from kda_jax import gates
 from kda_jax.mosaic import divide, to_memory
 from kda_jax.prefill_plan import betas, in_chunks, in_log2, out_of_chunks, plan_chunks
-from kda_jax.prefill_walk import TILE, launch_walk
+from kda_jax.prefill_walk import TILE, ends_in_arrays, launch_walk
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import (
     CHUNK,
@@ -137,12 +137,12 @@ def _walk_back(w, scores, q, k, last, d_out, d_after, chunks, *, sizes):
     return launch_walk(
         _retreat,
         _sources,
+        ends_in_arrays("d_after", "d_start"),
         operands,
         results,
         fetched,
         scratch,
-        first="d_after",
-        last="d_start",
+        sequences=d_after.shape[0],
         sizes=sizes,
         name="kda_prefill_grad_states",
         back=True,

@@ -20,7 +20,7 @@ one.
 Over 350 lines, since the two kernels are one algorithm and follow one plan.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -29,10 +29,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kda_contracts import Sizes
-from kda_jax import gates
+from kda_jax import gates, pools
 from kda_jax.mosaic import divide, to_memory
 from kda_jax.prefill_plan import ALIGNED, betas, in_log2, plan_chunks
-from kda_jax.prefill_walk import TILE, launch_walk
+from kda_jax.prefill_pool import places_of_kept
+from kda_jax.prefill_walk import TILE, ends_in_arrays, launch_walk
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import (
     CHUNK,
@@ -52,6 +53,7 @@ from kda_jax.wgmma import (
     zeros,
 )
 
+ACROSS = plgpu.Layout.WGMMA_TRANSPOSED  # of a state as it is loaded: pairs lie along K
 ROW_BYTES = 128  # where a copy from shared memory may begin
 CAPABILITIES = (9.0, 9.0)  # wgmma is of this compute capability alone
 
@@ -85,69 +87,93 @@ def unsupported(sizes: Sizes, dtypes) -> str | None:
     return None
 
 
-def chunks_and_states(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, every=None):
-    """`(out [B, T, HV, V], after [N, HV, V, K])` of operands as `chunk_kda` takes them.
+def over_pool(operands, out=None, *, static):
+    """`(out [B, T, HV, V], pool [S, HV, V, K])`, from slots of the pool into slots of the pool.
 
     Args:
-      start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
-        outs are zeros.
-      cu_seqlens: as in `prefill_xla.py`; of `(begins, ends)`, two sequences or more, all are live,
-        tokens of none may be anything, and so is the state after a sequence of no tokens.
-      every: as in `prefill_xla.py`, third the states on the way.
+      operands: of `chunk_kda`; the pool an array, updated in place where it is donated. cu_seqlens:
+        None, or `(begins, ends)` of two sequences or more, in order; the others' tokens may be
+        anything, and are read no more than those of padded sequences.
+      out: None; with `(begins, ends)` the array in which the outs of their tokens are put.
     """
-    tensors = (q, k, v, log_decay, beta)
-    return _run(*tensors, start, live, cu_seqlens, static=static, keep=False, every=every)[0]
+    x, sizes, every = operands, static.sizes, static.every
+    ranges, T = x.cu_seqlens, sizes.T
+    live = pools.inside(x.slots, sizes.S)
+    count = 0 if every is None else sizes.B * (T // every)  # of states on the way
+    plan, kept = plan_chunks(ranges, live, sizes.B, T, every if count else None)
+    tensors = (x.q, x.k, x.v, x.a, x.b)
+    made = _chunks(tensors, plan, static=static, skip_empty=ranges is not None)
+    sources = pools.sources_of(x.slots, x.sources, sizes.S)
+    ends: dict[str, Any] = dict(
+        reads=jnp.where(sources < sizes.S, sources, -1),
+        writes=jnp.where(live, x.slots, -1),
+    )
+    if count:
+        lengths = jnp.full(live.shape, T, jnp.int32) if ranges is None else ranges[1] - ranges[0]
+        places = places_of_kept(x.checkpoints, live, lengths // every, count)
+        places = jnp.where(pools.inside(places, sizes.S), places, -1)
+        ends["kept"] = jnp.where(kept >= 0, places[jnp.maximum(kept, 0)], -1)
+    refs = dict(pool=jax.new_ref(unfused(x.pool)))
+    if out is not None:
+        refs["out"] = jax.new_ref(unfused(_in_whole_rows(out)))
+    walked = _walk_chunks(
+        *made[:6],
+        *unfused(plan[:4]),
+        unfused(ends) | refs,
+        sequences=live.shape[0],
+        static=static,
+    )
+    out = walked[0] if out is None else jax.freeze(refs["out"])
+    out, state = unfused((out, jax.freeze(refs["pool"])))
+    return out[:, :T], state
 
 
 def with_residuals(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static):
-    """`((out, after), kept)`: the same, and a `Kept` for the derivative."""
-    tensors = (q, k, v, log_decay, beta)
-    return _run(*tensors, start, live, cu_seqlens, static=static, keep=True)
+    """`((out [B, T, HV, V], after [N, HV, V, K]), kept)`, with a `Kept` for the derivative.
 
-
-def _run(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static, keep, every=None):
-    sizes, T, ranges = static.sizes, static.sizes.T, isinstance(cu_seqlens, tuple)
-    length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
-    if length != T:
-        q, k, v, log_decay, beta = (
-            jnp.pad(x, [(0, 0), (0, length - T), *[(0, 0)] * (x.ndim - 2)])
-            for x in (q, k, v, log_decay, beta)
-        )
-    count = 0 if every is None else sizes.B * (T // every)  # of states on the way
-    plan, kept_at = plan_chunks(cu_seqlens, live, sizes.B, T, every if count else None)
-    beta = betas(beta, plan, keep)
-    w, u, *made = _make_chunks(
-        *unfused((q, k, v, in_log2(log_decay), beta, plan.begin, plan.low, plan.shown)),
-        sizes=sizes,
-        maths=static.maths,
-        keep=keep,
-        skip_empty=ranges,
-    )
+    Args:
+      start: `[N, HV, V, K]` float32, the state before each sequence. live: `[N]` bool; the others'
+        outs are zeros. cu_seqlens: `[N+1]`, or None for rows.
+    """
+    plan, _ = plan_chunks(cu_seqlens, live, static.sizes.B, static.sizes.T)
+    made = _chunks((q, k, v, log_decay, beta), plan, static=static, keep=True)
     start = jnp.swapaxes(start, 2, 3)
-    padded = not plan.dense and not ranges
-    if padded:  # the tokens before the first sequence and behind the last are sequences too
+    if not plan.dense:  # the tokens before the first sequence and behind the last are some too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
     out, after, *walked = _walk_chunks(
-        w,
-        u,
-        *made[:4],
-        *unfused((start, *plan[:4])),
-        length=length,
-        sizes=sizes,
-        out_dtype=static.out_dtype,
-        keep=keep,
-        skip_empty=ranges,
-        on_the_way=(count, unfused(kept_at)) if count else None,
+        *made[:6],
+        *unfused(plan[:4]),
+        dict(start=unfused(start)),
+        sequences=start.shape[0],
+        static=static,
     )
     out, after = unfused((out, after))
-    if padded:
+    if not plan.dense:
         after = after[1:-1]
-    results = out[:, :T], jnp.swapaxes(after, 2, 3)
-    if every is not None:
-        shape = (count, *after.shape[1:])
-        on_the_way = unfused(walked[0]) if count else jnp.zeros(shape, jnp.float32)
-        results = *results, jnp.swapaxes(on_the_way, 2, 3)
-    return results, Kept(w, *made, *walked) if keep else None
+    w, _, *made = made
+    return (out[:, : static.sizes.T], jnp.swapaxes(after, 2, 3)), Kept(w, *made, *walked)
+
+
+def _in_whole_rows(x):
+    """`[B, T, ..]` with so many tokens that a copy to shared memory may end where they do."""
+    T = x.shape[1]
+    length = -(-max(T, CHUNK) // ALIGNED) * ALIGNED
+    if length == T:
+        return x
+    return jnp.pad(x, [(0, 0), (0, length - T), *[(0, 0)] * (x.ndim - 2)])
+
+
+def _chunks(tensors, plan, *, static, keep=False, skip_empty=False):
+    """What `_make_chunks` makes of q, k, v, log decay and beta as `chunk_kda` takes them."""
+    q, k, v, log_decay, beta = map(_in_whole_rows, tensors)
+    beta = betas(beta, plan, keep)
+    return _make_chunks(
+        *unfused((q, k, v, in_log2(log_decay), beta, plan.begin, plan.low, plan.shown)),
+        sizes=static.sizes,
+        maths=static.maths,
+        keep=keep,
+        skip_empty=skip_empty,
+    )
 
 
 def _make_chunks(q, k, v, log2_decay, beta, begin, low, shown, *, sizes, maths, keep, skip_empty):
@@ -317,46 +343,26 @@ def _make_body(refs, chunk, lane, head, *, sizes, maths):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _walk_chunks(
-    w,
-    u,
-    scores,
-    q,
-    k,
-    last,
-    start,
-    chunks,
-    begin,
-    low,
-    high,
-    *,
-    length,
-    sizes,
-    out_dtype,
-    keep,
-    skip_empty,
-    on_the_way,
-):
-    """`(out [B, length, HV, V], after [sequences, HV, K, V])`.
+def _walk_chunks(w, u, scores, q, k, last, chunks, begin, low, high, ends, *, sequences, static):
+    """`(out [B, length, HV, V], after [sequences, HV, K, V], ..)`, what is there of these.
 
-    With `on_the_way`, `(count, at [n, lanes])`, also that many states, `[count, HV, K, V]`: those
-    behind the chunks whose `at` is not -1.
-
-    With `keep` also the states before each chunk, `[n, lanes, HV, K, V]`, the changes `new`,
-    `[n, lanes, HV, CHUNK, V]`, and what bfloat16 leaves of them.
+    ends: with `start`, `[sequences, HV, K, V]` float32, the states before each chunk,
+    `[n, lanes, HV, K, V]`, the changes `new`, `[n, lanes, HV, CHUNK, V]`, and what bfloat16 leaves
+    of them come too. Or with the Ref `pool` and the slots `reads` and `writes` `[sequences]`, -1
+    for none, and in it `kept` `[n, lanes]`, the slots of the states behind chunks; then no `after`.
+    And with the Ref `out`, which takes what is no result then.
     """
+    sizes, out_dtype, keep = static.sizes, static.out_dtype, "start" in ends
     HV, K, V = sizes.HV, sizes.K, sizes.V
     each = *begin.shape, HV
     operands = dict(w=w, u=u, scores=scores, q=q, k=k, last=last)
-    operands |= dict(start=start, chunks=chunks, begin=begin, low=low, high=high)
-    results = dict(
-        out=jax.ShapeDtypeStruct((sizes.B, length, HV, V), out_dtype),
-        after=jax.ShapeDtypeStruct(start.shape, jnp.float32),
-    )
-    if on_the_way is not None:
-        count, operands["kept_at"] = on_the_way
-        results["on_the_way"] = jax.ShapeDtypeStruct((count, *start.shape[1:]), jnp.float32)
+    operands |= dict(chunks=chunks, begin=begin, low=low, high=high) | ends
+    results = {}
+    if "out" not in ends:
+        length = -(-max(sizes.T, CHUNK) // ALIGNED) * ALIGNED
+        results["out"] = jax.ShapeDtypeStruct((sizes.B, length, HV, V), out_dtype)
     if keep:
+        results["after"] = jax.ShapeDtypeStruct(ends["start"].shape, jnp.float32)
         results["states"] = jax.ShapeDtypeStruct((*each, K, V), NARROW)
         for name in ("changes", "changes_low"):
             results[name] = jax.ShapeDtypeStruct((*each, CHUNK, V), NARROW)
@@ -374,16 +380,42 @@ def _walk_chunks(
     return launch_walk(
         _advance,
         _sources,
+        ends_in_arrays("start", "after") if keep else (_from_slot, _to_slot),
         operands,
         results,
         fetched,
         scratch,
-        first="start",
-        last="after",
+        sequences=sequences,
         sizes=sizes,
         name="kda_prefill_states",
-        skip_empty=skip_empty,
+        skip_empty=not keep,
     )
+
+
+def _of_slot(refs, place, slot):
+    """A tile of a state in the pool, transposed as the walk holds it."""
+    return refs["pool"].at[slot, place.head, place.columns].transpose((1, 0))
+
+
+def _from_slot(refs, place):
+    slot = refs["reads"][place.sequence]
+    shape = (refs["pool"].shape[3], TILE)
+
+    def load_slot():
+        state = load(_of_slot(refs, place, slot), ACROSS)
+        return plgpu.layout_cast(state, LAYOUT).astype(jnp.float32)
+
+    # None: a zero state, and nothing is read.
+    return lax.cond(slot >= 0, load_slot, lambda: zeros(shape[1], rows=shape[0]))
+
+
+def _to_slot(refs, place, state, slot=None):
+    slot = refs["writes"][place.sequence] if slot is None else slot
+
+    @pl.when(slot >= 0)
+    def _():
+        values = plgpu.layout_cast(state.astype(refs["pool"].dtype), ACROSS)
+        to_memory(_of_slot(refs, place, slot), values)
 
 
 def _sources(refs, place, chunk):
@@ -422,10 +454,8 @@ def _advance(refs, place, chunk, stage, state):
     kept = state * lax.broadcast_in_dim(load(last_s, LAYOUT.reduce(1)), state.shape, (0,))
     state, shown = products((k_s.transpose((1, 0)), new_s, kept), (scores_s, new_s, shown))
     plgpu.barrier_arrive(refs["used"].at[stage])
-    if "on_the_way" in refs:
-        at = refs["kept_at"][chunk, place.lane]
-        tile_of_state = (at, place.head, slice(None), place.columns)
-        pl.when(at >= 0)(lambda: to_memory(refs["on_the_way"].at[tile_of_state], state))
+    if "kept" in refs:
+        _to_slot(refs, place, state, refs["kept"][chunk, place.lane])
     shown = shown.astype(out.dtype)
     whole = (low == 0) & (high == CHUNK)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

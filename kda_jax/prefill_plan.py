@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kda_jax.sequences import bounded, owners
+from kda_jax.sequences import offsets, owners
 from kda_jax.wgmma import CHUNK
 
 ALIGNED = 8  # tokens: where a copy to shared memory in wgmma's layout may begin
@@ -45,8 +45,9 @@ def plan_chunks(cu_seqlens, live, B, T, every=None):
     With boundaries, the tokens before the first sequence and behind the last are sequences too,
     which are not live. With `(begins, ends)` of two sequences or more, in order, they are no one's.
 
-    With `every`, a chunk ends after each so many tokens of a sequence, and `kept` `[n, lanes]` is
-    the number of the state behind it among all that are kept, -1 of one that is not; else None.
+    With `every`, not with boundaries, a chunk ends after each so many tokens of a sequence, and
+    `kept` `[n, lanes]` is the number of the state behind it among all on the way, -1 of one that is
+    not; else None.
     """
     i32 = jnp.int32
     if cu_seqlens is None:
@@ -59,8 +60,7 @@ def plan_chunks(cu_seqlens, live, B, T, every=None):
     if isinstance(cu_seqlens, tuple):
         starts, ends = cu_seqlens
     else:
-        bounds = bounded(cu_seqlens, T)
-        bounds = jnp.concatenate([jnp.zeros(1, i32), bounds, jnp.full(1, T, i32)])
+        bounds = jnp.concatenate([jnp.zeros(1, i32), cu_seqlens, jnp.full(1, T, i32)])
         starts, ends, live = bounds[:-1], bounds[1:], jnp.pad(live, 1)
     # Chunks are counted: whatever the boundaries hold, there is room for them.
     sequences = live.shape[0]
@@ -76,7 +76,7 @@ def plan_chunks(cu_seqlens, live, B, T, every=None):
     each = chunks_of(jnp.zeros_like(lengths) if every is None else jnp.full_like(lengths, every))
     rest = lengths if every is None else lengths % every
     counts = whole * each + chunks_of(rest)
-    chunks = jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(counts, dtype=i32)])
+    chunks = offsets(counts)
     owner = jnp.minimum(owners(chunks, n), sequences - 1)
     number = jnp.arange(n, dtype=i32) - chunks[owner]
     piece = jnp.minimum(number // jnp.maximum(each, 1)[owner], whole[owner])
@@ -90,13 +90,8 @@ def plan_chunks(cu_seqlens, live, B, T, every=None):
     high = jnp.clip(ends - begin, 0, CHUNK)
     kept = None
     if every is not None:
-        asked = whole
-        if not isinstance(cu_seqlens, tuple):  # nobody asks for those of the first and the last
-            which = jnp.arange(sequences, dtype=i32)
-            asked = jnp.where((which > 0) & (which < sequences - 1), whole, 0)
-        first = jnp.cumsum(asked, dtype=i32) - asked
-        last = (piece < asked[owner]) & (number == each[owner] - 1)
-        kept = jnp.where(last, first[owner] + piece, -1)[:, None]
+        last = (piece < whole[owner]) & (number == each[owner] - 1)
+        kept = jnp.where(last, offsets(whole)[owner] + piece, -1)[:, None]
     # Of a chunk behind the last: it is computed, and not used.
     begin = jnp.minimum(begin, T // ALIGNED * ALIGNED)
     shown = jnp.where(live[owner], high, 0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax import call, pools
-from kda_jax.sequences import bounded, holders
+from kda_jax.sequences import holders, offsets, owners
 
 # The operands of a prefill in the order in which functions of arrays take them.
 ARRAYS = ("q", "k", "v", "a", "b", "pool", "slots", "sources", "cu_seqlens", "checkpoints")
@@ -20,7 +20,7 @@ def on_arrays(operands, function):
     return out, pools.closed(x.pool, state)
 
 
-def short_and_long(operands, static, *, few, few_tokens, chunks, least=1):
+def short_and_long(operands, static, *, few, few_tokens, many_tokens, least=1):
     """`(out, pool)` of sequences end to end: each costs what its tokens cost.
 
     Those of few tokens are taken one by one. The others are brought together, so that the number of
@@ -29,9 +29,10 @@ def short_and_long(operands, static, *, few, few_tokens, chunks, least=1):
     Args:
       operands: in the order of ARRAYS, the pool an array.
       few: how many tokens are few.
-      few_tokens: `(tensors, pool, slots, sources, begins, lengths)` to `(out, pool)`, with zeros
-        for tokens of none; a sequence of no tokens is passed over.
-      chunks: as `over_pool` takes it, of `(begins, ends)`; other tokens may be anything.
+      few_tokens: `(tensors, pool, slots, sources, begins, lengths)` to `(out, pool)`; a sequence of
+        no tokens is passed over.
+      many_tokens: `(operands, out)` to `(out, pool)`, with the outs of sequences `(begins, ends)`
+        put among those of few tokens.
       least: how many sequences it takes at the least.
     """
     q, k, v, a, b, state, slots, sources, cu_seqlens, checkpoints = operands
@@ -39,8 +40,7 @@ def short_and_long(operands, static, *, few, few_tokens, chunks, least=1):
     N, T = sizes.N, sizes.T
     if every is not None:
         few = min(few, every - 1)
-    bounds = bounded(cu_seqlens, T)
-    begins, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
+    begins, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
     lengths = jnp.where(pools.inside(slots, sizes.S), lengths, 0)
     is_short = lengths <= few
     own = slots if sources is None else sources
@@ -59,7 +59,7 @@ def short_and_long(operands, static, *, few, few_tokens, chunks, least=1):
             return None
         return jnp.concatenate([x, jnp.full((1, *x.shape[1:]), fill, x.dtype)])[order]
 
-    begins, ends = taken(begins, T), taken(bounds[1:], T)
+    begins, ends = taken(begins, T), taken(cu_seqlens[1:], T)
     long = call.Operands(
         q=q,
         k=k,
@@ -72,9 +72,15 @@ def short_and_long(operands, static, *, few, few_tokens, chunks, least=1):
         cu_seqlens=(begins, ends),
         checkpoints=taken(checkpoints, -1),
     )
-    chunked, state = over_pool(long, static, chunks)
-    is_long = holders(begins, ends, T) < order.shape[0]
-    return jnp.where(is_long[None, :, None, None], chunked, out), state
+    return many_tokens(long, out)
+
+
+def put_among(operands, out, static, chunks_and_states):
+    """`over_pool` of sequences `(begins, ends)`, whose tokens' outs are put into `out`."""
+    begins, ends = operands.cu_seqlens
+    chunked, state = over_pool(operands, static, chunks_and_states)
+    is_held = holders(begins, ends, static.sizes.T) < begins.shape[0]
+    return jnp.where(is_held[None, :, None, None], chunked, out), state
 
 
 def over_pool(operands, static, chunks_and_states):
@@ -93,27 +99,23 @@ def over_pool(operands, static, chunks_and_states):
     lengths = jnp.full(slots.shape, T, jnp.int32)
     if ranges is not None:
         if not isinstance(ranges, tuple):
-            bounds = bounded(ranges, T)
-            ranges = bounds[:-1], bounds[1:]
+            ranges = ranges[:-1], ranges[1:]
         lengths = ranges[1] - ranges[0]
     state = pools.write(state, slots, after.astype(state.dtype), where=lengths > 0)
     if every is not None:
-        places = _places(
-            x.checkpoints, jnp.where(live, lengths // every, 0), lengths // every, kept
-        )
+        places = places_of_kept(x.checkpoints, live, lengths // every, kept.shape[0])
         state = pools.write(state, places, kept.astype(state.dtype))
     return out, pools.closed(x.pool, state)
 
 
-def _places(checkpoints, counts, made, kept):
-    """`[P]`: the slot of each kept state, -1 for none.
+def places_of_kept(checkpoints, live, counts, total):
+    """`[total]`: the slot of each state on the way, of the first sequence, then of the second..
 
-    counts, made: `[N]`, how many states of each sequence are to be kept, and how many there are.
+    -1 for one that is not kept. live, counts: `[N]`, whose states are, and how many there are.
     """
-    ends = jnp.cumsum(made, dtype=jnp.int32)
-    (N, M), number = checkpoints.shape, jnp.arange(kept.shape[0], dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+    (N, M), first = checkpoints.shape, offsets(counts)
+    owner, number = owners(first, total), jnp.arange(total, dtype=jnp.int32)
     sequence = jnp.minimum(owner, N - 1)
-    column = number - (ends - made)[sequence]
-    is_kept = (owner < N) & (column < jnp.minimum(counts[sequence], M))
+    column = number - first[sequence]
+    is_kept = (owner < N) & live[sequence] & (column < M)
     return jnp.where(is_kept, checkpoints[sequence, jnp.clip(column, 0, max(M - 1, 0))], -1)

@@ -28,16 +28,28 @@ class Place(NamedTuple):
     columns: pl.Slice
 
 
+def ends_in_arrays(first, last):
+    """`ends` of states in `[sequences, HV, K, V]` float32: the names of operand and result."""
+
+    def tile(refs, name, place):
+        return refs[name].at[place.sequence, place.head, :, place.columns]
+
+    def store(refs, place, state):
+        to_memory(tile(refs, last, place), state)
+
+    return lambda refs, place: load(tile(refs, first, place)), store
+
+
 def launch_walk(
     step,
     sources,
+    ends,
     operands,
     results,
     fetched,
     scratch,
     *,
-    first,
-    last,
+    sequences,
     sizes,
     name,
     back=False,
@@ -50,12 +62,14 @@ def launch_walk(
         before it reads what was fetched, `refs[name + "_s"].at[stage]`, and arrives at
         `refs["used"].at[stage]` behind that.
       sources: `(refs, place, chunk)` to what is fetched of a chunk, by name.
+      ends: `(first, last)`: `(refs, place) -> state` where the walk begins, and `(refs, place,
+        state)`, which stores it where the walk ends.
       operands: with `chunks`, as in `Plan`.
       fetched: the shape of each part in shared memory, by its operand's name.
-      first, last: the names of the operand and of the result, `[sequences, HV, K, V]` float32, that
-        have the states where the walk begins and ends.
+      sequences: how many there are.
       back: whether it begins at the last chunk.
-      skip_empty: whether a sequence without chunks has no result; else its state, as it begins.
+      skip_empty: whether a sequence without chunks is passed over; else its state ends as it
+        begins.
     """
     HV, tiles = sizes.HV, sizes.V // TILE
     staged = {
@@ -90,12 +104,14 @@ def launch_walk(
                 plgpu.copy_gmem_to_smem(source, refs[part + "_s"].at[stage], loaded.at[stage])
 
         def walk():
-            tile = (sequence, head, slice(None), place.columns)
-            state = load(refs[first].at[tile])
+            first, last = ends
             state = lax.fori_loop(
-                0, steps, lambda number, state: step(refs, place, *at_step(number), state), state
+                0,
+                steps,
+                lambda number, state: step(refs, place, *at_step(number), state),
+                first(refs, place),
             )
-            to_memory(refs[last].at[tile], state)
+            last(refs, place, state)
             plgpu.wait_smem_to_gmem(0)
 
         walking = lax.axis_index("warpgroup") == 0  # the other one fetches
@@ -107,7 +123,7 @@ def launch_walk(
         operands,
         results,
         staged | scratch | barriers,
-        blocks=operands[first].shape[0] * HV * tiles,
+        blocks=sequences * HV * tiles,
         name=name,
         warpgroups=2,
     )

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax import gates
-from kda_jax.sequences import bounded, holders, owners
+from kda_jax.sequences import holders, offsets, owners
 from kda_jax.transforms import varying_as
 
 CHUNK = 64
@@ -59,8 +59,7 @@ def chunks_and_states(
         out, after, kept = _rows(tensors, start, live, group, every)
     else:
         if not isinstance(cu_seqlens, tuple):
-            bounds = bounded(cu_seqlens, static.sizes.T)
-            cu_seqlens = bounds[:-1], bounds[1:]
+            cu_seqlens = cu_seqlens[:-1], cu_seqlens[1:]
         start = varying_as(start, *tensors, live, *cu_seqlens)
         out, after, kept = _end_to_end(tensors, start, live, cu_seqlens, group, every)
     return (out, after) if every is None else (out, after, kept)
@@ -112,9 +111,7 @@ def _end_to_end(tensors, start, live, ranges, group, every):
     begins, ends = ranges
     numbers, lengths = jnp.arange(n, dtype=jnp.int32), ends - begins
     # The first chunk of each sequence; and whose each chunk is: N behind the last.
-    chunks = jnp.concatenate(
-        [jnp.zeros(1, jnp.int32), jnp.cumsum((lengths + CHUNK - 1) // CHUNK, dtype=jnp.int32)]
-    )
+    chunks = offsets((lengths + CHUNK - 1) // CHUNK)
     owner = owners(chunks, n)
     token_owner, token = holders(begins, ends, T), jnp.arange(T, dtype=jnp.int32)
     begins, ends = jnp.append(begins, 0), jnp.append(ends, 0)
@@ -128,8 +125,7 @@ def _end_to_end(tensors, start, live, ranges, group, every):
     at_kept, is_kept = numbers, jnp.zeros(n, bool)
     if every is not None:
         done = (numbers - chunks[owner] + 1) * CHUNK
-        counts = jnp.cumsum(lengths // every, dtype=jnp.int32)
-        at_kept = jnp.concatenate([jnp.zeros(1, jnp.int32), counts])[owner] + done // every - 1
+        at_kept = offsets(lengths // every)[owner] + done // every - 1
         is_kept = (owner < N) & (done % every == 0) & (done <= jnp.append(lengths, 0)[owner])
 
     def gathered(x):

@@ -18,6 +18,7 @@ from kda_jax import (
     prefill_plan,
     prefill_xla,
 )
+from kda_jax.prefill_pool import put_among
 from kda_jax.transforms import with_transforms_of
 
 LIMIT = 8e-3  # relative: bfloat16 products
@@ -197,7 +198,14 @@ def test_a_layers_prefill_runs_them(T):
 @pytest.mark.slow
 def test_boundaries_behind_the_tokens_end_where_they_end(monkeypatch):
     """The layer pads its tokens for the kernels, for which XLA stands in here."""
-    monkeypatch.setattr(prefill_mosaic_gpu, "chunks_and_states", prefill_xla.chunks_and_states)
+
+    def in_xla(operands, out=None, *, static):
+        def chunks(*x, every):
+            return *prefill_xla.chunks_and_states(*x, static=static), None
+
+        return put_among(operands, out, static, chunks)
+
+    monkeypatch.setattr(prefill_mosaic_gpu, "over_pool", in_xla)
     monkeypatch.setattr(decode_mosaic_gpu, "kda_update_mosaic_gpu", decode_xla.kda_update_xla)
     config = kda_jax.KDAConfig(D=16, H=1, HV=2, K=64, V=64)
     params, cache = kda_jax.init_params(config, jax.random.key(0)), kda_jax.init_cache(config, 3)
@@ -304,6 +312,39 @@ def test_short_and_long_sequences_in_one_call_meet_the_oracle():
     assert_near(state[touched], after[touched], LIMIT)
     others = np.setdiff1d(np.arange(9), touched)
     assert_same_bits(state[others], x["pool"][others])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("end_to_end", [False, True])
+def test_states_come_from_slots_and_go_to_slots(end_to_end, dtype):
+    """A padded sequence, one from nothing, one from another slot; the other slots keep their bits.
+
+    On a CPU in Pallas's interpreter.
+    """
+    T, N, sources = 70, 4, np.array([5, 7, -1, 3], np.int32)
+    x = narrow(*((1, N * T) if end_to_end else (N, T)), N=N, H=1, HV=2, K=64, V=64)
+    pool = np.random.default_rng(1).standard_normal((9, 2, 64, 64), dtype=np.float32)
+    x["pool"] = pool.astype(jnp.dtype(dtype))
+    x["slots"] = np.array([2, 9, 0, 3], np.int32)
+    x["pool"][[1, 4, 6, 7, 8]] = np.nan  # nobody's
+    bounds = np.arange(N + 1, dtype=np.int32) * T if end_to_end else None
+    options = dict(sources=sources, cu_seqlens=bounds)
+    with kernels_here():
+        out, state = jax.jit(
+            lambda x: kda_jax.chunk_kda(
+                **x, **options, out_dtype="float32", implementation="mosaic_gpu"
+            )
+        )(x)
+        out, state = jax.block_until_ready((out, state))
+    wide = {name: np.asarray(y, np.float32) for name, y in x.items() if name != "slots"}
+    expected, after = wanted(wide | dict(slots=x["slots"]), bounds, sources=sources)
+    out, expected = (np.asarray(y).reshape(N, T, 2, 64) for y in (out, expected))
+    assert_near(out[[0, 2, 3]], expected[[0, 2, 3]], LIMIT)
+    assert_same_bits(out[1], np.zeros_like(out[1]))
+    assert_near(np.asarray(state, np.float32)[[2, 0, 3]], after[[2, 0, 3]], LIMIT)
+    others = [1, 4, 5, 6, 7, 8]
+    assert_same_bits(np.asarray(state)[others], np.asarray(x["pool"])[others])
 
 
 @pytest.mark.parametrize("N", [None, 3])
