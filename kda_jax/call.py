@@ -67,6 +67,7 @@ class Static:
     intermediate: bool = False
     every: int | None = None  # tokens from one checkpoint to the next
     clears: bool = True  # whether tokens of no live sequence give zeros; else anything
+    reads: bool = True  # whether `out` is asked for; else it may be None, and q anything
 
     @property
     def columns(self):

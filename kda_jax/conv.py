@@ -4,6 +4,8 @@ A pool of slots keeps the last inputs of each request; in training there is none
 """
 
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from kda_jax import call, pools
 from kda_jax.call import Array, Pool
 from kda_jax.gates import differentiable_sigmoid
 from kda_jax.sequences import bounded, owners, positions
+from kda_jax.transforms import in_xla_under_vmap, with_derivative_of
 
 ROWS = 128  # that move on at once: what is made for them is small beside the tokens' own
 
@@ -162,113 +165,211 @@ def conv_prefill(
     indices = (
         pools.as_int32(arrays[name]) for name in ("slots", "cu_seqlens", "sources", "checkpoints")
     )
-    slots, bounds, sources, checkpoints = indices
-    indices = (slots, bounded(bounds, x.shape[0]), sources, checkpoints)
-    tensors = map(arrays.get, ("x", "weight", "pool"))
-    return all_tokens(*tensors, *indices, arrays["bias"], every=checkpoint_every or 0)
+    slots, bounds, *others = indices
+    indices = (slots, bounded(bounds, x.shape[0]), *others)
+    parts, weights = (arrays["x"],), (arrays["weight"],)
+    biases = None if arrays["bias"] is None else (arrays["bias"],)
+    every = checkpoint_every or 0
+    (y,), pool = all_tokens(parts, weights, arrays["pool"], *indices, biases, every=every)
+    return y, pool
 
 
-@functools.partial(jax.jit, static_argnames="every")
-def all_tokens(x, weight, pool, slots, cu_seqlens, sources, checkpoints, bias=None, *, every=0):
-    """What `conv_prefill` does, after its contract; all indices are int32, boundaries ascend."""
-    others = (x, weight, cu_seqlens, sources, checkpoints, bias)
-    state, slots = pools.opened(pool, slots, *others)
-    T, S, N, W = x.shape[0], state.shape[0], slots.shape[0], weight.shape[1]
-    if 0 in (T, S, N):
-        return jnp.zeros_like(x), pools.unchanged(pool)
-    begins, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
-    live, owner = pools.inside(slots, S), owners(cu_seqlens, T)
-    held, position = jnp.append(live, False)[owner][:, None], positions(cu_seqlens, owner)
-    x = jnp.where(held, x, jnp.zeros((), x.dtype))
-    weights = weight.astype(jnp.float32)
-    source_of = pools.sources_of(slots, sources, S)  # S for none
-    source = jnp.append(source_of, S)[owner]
-    y = jnp.zeros(x.shape, jnp.float32)
-    for back in range(W):
-        tap = _shifted(x, back).astype(jnp.float32)
-        if back:
-            # Of the slot, read where it is needed: a copy for each sequence may be the larger part
-            # of all memory.
-            at = jnp.clip(W - 1 + position - back, 0, W - 2)
-            carried = state.at[source, :, at].get(mode="fill", fill_value=0)
-            tap = jnp.where((position >= back)[:, None], tap, carried.astype(jnp.float32))
-        y = y + tap * weights[None, :, W - 1 - back]
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None]
-    y = jnp.where(held, _silu(y), 0).astype(x.dtype)
-    if W == 1:
-        return y, pools.closed(pool, state)
-    # Else XLA may write the slots first, and copy the whole pool for what is read of it here.
-    y, state = jax.lax.optimization_barrier((y, state))
-    if checkpoints is not None:
-        M = checkpoints.shape[1]
-        sequence, column = (
-            z.reshape(-1) for z in jnp.meshgrid(jnp.arange(N), jnp.arange(M), indexing="ij")
-        )
-        ends = (column.astype(jnp.int32) + 1) * every
-        reached = live[sequence] & (ends <= lengths[sequence])
-        places = jnp.where(reached, checkpoints.reshape(-1), -1)
-        rows = (places, source_of[sequence], begins[sequence], ends)
-        state = _move_on(state, x, rows)
-    rows = (jnp.where(lengths > 0, slots, -1), source_of, begins, lengths)
-    return y, pools.closed(pool, _move_on(state, x, rows))
+@functools.partial(jax.jit, static_argnames=("every", "kernels"))
+def all_tokens(
+    parts,
+    weights,
+    pool,
+    slots,
+    cu_seqlens,
+    sources,
+    checkpoints,
+    biases=None,
+    *,
+    every=0,
+    kernels=False,
+):
+    """What `conv_prefill` does, after its contract; all indices are int32, boundaries ascend.
+
+    parts, weights, biases: tuples of x, weight and bias, cut along C; the results are cut alike.
+    kernels: whether they may run it; else XLA.
+    """
+    tensors, indices = (parts, weights, biases), (cu_seqlens, sources, checkpoints)
+    state, slots = pools.opened(pool, slots, *jax.tree.leaves((tensors, indices)))
+    if 0 in (parts[0].shape[0], state.shape[0], slots.shape[0]):
+        return tuple(map(jnp.zeros_like, parts)), pools.unchanged(pool)
+    run = _choose(
+        functools.partial(_all_in_xla, every=every),
+        functools.partial(_all_in_kernels, every=every),
+        kernels and _kernels_take(weights),
+        floats=4,
+        others=4,
+    )
+    y, state = run(*tensors, state, slots, *indices)
+    return y, pools.closed(pool, state)
 
 
-@jax.jit
-def drafted(x, weight, pool, slots, sources, bias=None):
-    """`[N, T, C]` of drafted tokens, convolved behind their slots' inputs. Nothing is written."""
-    (N, T, _), S, W = x.shape, pool.shape[0], weight.shape[1]
-    if 0 in (N, T, S):
-        return jnp.zeros_like(x)
-    state, _ = pools.opened(pool, slots, x, weight, sources, bias, written=False)
-    past, live = pools.read(state, slots, sources), pools.inside(slots, S)[:, None, None]
-    x = jnp.where(live, x, jnp.zeros((), x.dtype))
-    weights, y = weight.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
-    token = jnp.arange(T, dtype=jnp.int32)[None, :, None]
-    for back in range(W):
-        tap = _shifted(x, back).astype(jnp.float32)
-        if back:
-            carried = jnp.moveaxis(past[:, :, W - 1 - back :], 2, 1)[:, :T]
-            carried = jnp.pad(carried, ((0, 0), (0, max(0, T - back)), (0, 0)))
-            tap = jnp.where(token >= back, tap, carried.astype(jnp.float32))
-        y = y + tap * weights[None, None, :, W - 1 - back]
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None, None]
-    return jnp.where(live, _silu(y), 0).astype(x.dtype)
+@functools.partial(jax.jit, static_argnames="kernels")
+def drafted(x, weights, pool, slots, sources, biases=None, *, kernels=False):
+    """`[N, T, C_i]` of drafted tokens `[N, T, C]`, convolved behind their slots' inputs.
+
+    Cut as the weights are. Nothing is written.
+    """
+    if 0 in (*x.shape[:2], pool.shape[0]):
+        return _cut(jnp.zeros_like(x), weights)
+    others = jax.tree.leaves((x, weights, biases, sources))
+    state, slots = pools.opened(pool, slots, *others, written=False)
+    kernels = kernels and _kernels_take(weights)
+    run = _choose(_drafted_in_xla, _drafted_in_kernels, kernels, floats=4, others=2)
+    return run(x, weights, biases, state, slots, sources)
 
 
-@jax.jit
-def advanced(x, pool, slots, sources, accepted):
+@functools.partial(jax.jit, static_argnames="kernels")
+def advanced(x, pool, slots, sources, accepted, *, kernels=False):
     """The pool behind the first `accepted` of the drafted tokens x `[N, T, C]` of each sequence."""
     state, slots = pools.opened(pool, slots, x, sources, accepted)
-    (N, T, C), S = x.shape, state.shape[0]
-    if 0 in (N, T, S) or state.shape[2] == 0:
+    (N, T, C), (S, _, width) = x.shape, state.shape
+    if 0 in (N, T, S, width):
         return pools.unchanged(pool)
     moved = (accepted > 0) & (accepted <= T)
     begins = jnp.arange(N, dtype=jnp.int32) * T
     rows = (jnp.where(moved, slots, -1), pools.sources_of(slots, sources, S), begins, accepted)
-    return pools.closed(pool, _move_on(state, x.reshape(N * T, C), rows))
+    kernels = kernels and _kernels().unsupported([C], width + 1) is None
+    run = _choose(_move_on_in_xla, _move_on_in_kernels, kernels, floats=2, others=1)
+    return pools.closed(pool, run((x.reshape(N * T, C),), state, rows))
 
 
-def _move_on(state, x, rows):
+def _kernels():
+    """Their file, which takes a second to load."""
+    from kda_jax import conv_mosaic_gpu
+
+    return conv_mosaic_gpu
+
+
+def _kernels_take(weights):
+    return _kernels().unsupported([x.shape[0] for x in weights], weights[0].shape[1]) is None
+
+
+def _choose(in_xla, in_kernels, kernels, *, floats, others):
+    """`in_xla`, or `in_kernels` with the derivative and the vmap of `in_xla`."""
+    if not kernels:
+        return in_xla
+    return with_derivative_of(in_xla, in_xla_under_vmap(in_xla, in_kernels), floats, others)
+
+
+def _tokens_of(slots, sources, cu_seqlens, T, S):
+    """`(held, position, source)` `[T]`: whether a live sequence holds each token, its number there,
+    and the slot from which that goes on, S for none.
+    """
+    owner = owners(cu_seqlens, T)
+    held = jnp.append(pools.inside(slots, S), False)[owner]
+    source = jnp.append(pools.sources_of(slots, sources, S), S)[owner]
+    return held, positions(cu_seqlens, owner), source
+
+
+def _moves(slots, sources, cu_seqlens, checkpoints, S, every):
+    """The rows of `_move_on_in_xla`, once for all checkpoints, then for the slots."""
+    N, source_of = slots.shape[0], pools.sources_of(slots, sources, S)
+    begins, lengths = cu_seqlens[:-1], cu_seqlens[1:] - cu_seqlens[:-1]
+    moves = []
+    if checkpoints is not None:
+        column = jnp.broadcast_to(
+            jnp.arange(checkpoints.shape[1], dtype=jnp.int32)[None], checkpoints.shape
+        ).reshape(-1)
+        sequence = jnp.repeat(
+            jnp.arange(N, dtype=jnp.int32), checkpoints.shape[1], total_repeat_length=column.size
+        )
+        ends = (column + 1) * every
+        reached = pools.inside(slots, S)[sequence] & (ends <= lengths[sequence])
+        places = jnp.where(reached, checkpoints.reshape(-1), -1)
+        moves.append((places, source_of[sequence], begins[sequence], ends))
+    return [*moves, (jnp.where(lengths > 0, slots, -1), source_of, begins, lengths)]
+
+
+def _all_in_xla(parts, weights, biases, state, slots, cu_seqlens, sources, checkpoints, *, every):
+    x, (S, _, width) = jnp.concatenate(parts, axis=-1), state.shape
+    held, position, source = _tokens_of(slots, sources, cu_seqlens, x.shape[0], S)
+    x = jnp.where(held[:, None], x, jnp.zeros((), x.dtype))
+    y = jnp.zeros(x.shape, jnp.float32)
+    for back in range(width + 1):
+        tap = _shifted(x, back).astype(jnp.float32)
+        if back:
+            # Of the slot, read where it is needed: a copy for each sequence may be the larger part
+            # of all memory.
+            at = jnp.clip(width + position - back, 0, width - 1)
+            carried = state.at[source, :, at].get(mode="fill", fill_value=0)
+            tap = jnp.where((position >= back)[:, None], tap, carried.astype(jnp.float32))
+        y = y + tap * joined(weights)[None, :, width - back]
+    y = jnp.where(held[:, None], _activated(y, biases), 0).astype(x.dtype)
+    if width:
+        # Else XLA may write the slots first, and copy the whole pool for what is read of it here.
+        y, state = jax.lax.optimization_barrier((y, state))
+        for rows in _moves(slots, sources, cu_seqlens, checkpoints, S, every):
+            state = _move_on_in_xla((x,), state, rows)
+    return _cut(y, weights), state
+
+
+def _all_in_kernels(
+    parts, weights, biases, state, slots, cu_seqlens, sources, checkpoints, *, every
+):
+    T, S = parts[0].shape[0], state.shape[0]
+    held, position, source = _tokens_of(slots, sources, cu_seqlens, T, S)
+    source = _for_kernels(source, S, held)
+    y = _kernels().convolved(parts, weights, biases, state, position, source)
+    y, state = jax.lax.optimization_barrier((y, state))  # it has read the pool
+    for rows in _moves(slots, sources, cu_seqlens, checkpoints, S, every):
+        state = _move_on_in_kernels(parts, state, rows)
+    return y, state
+
+
+def _for_kernels(source, S, held=True):
+    source = jnp.where(source < S, source, _kernels().NOTHING)
+    return jnp.where(held, source, _kernels().NOBODY)
+
+
+def _drafted_in_xla(x, weights, biases, state, slots, sources):
+    T, (S, _, width) = x.shape[1], state.shape
+    past, live = pools.read(state, slots, sources), pools.inside(slots, S)[:, None, None]
+    x = jnp.where(live, x, jnp.zeros((), x.dtype))
+    y, token = jnp.zeros(x.shape, jnp.float32), jnp.arange(T, dtype=jnp.int32)[None, :, None]
+    for back in range(width + 1):
+        tap = _shifted(x, back).astype(jnp.float32)
+        if back:
+            carried = jnp.moveaxis(past[:, :, width - back :], 2, 1)[:, :T]
+            carried = jnp.pad(carried, ((0, 0), (0, max(0, T - back)), (0, 0)))
+            tap = jnp.where(token >= back, tap, carried.astype(jnp.float32))
+        y = y + tap * joined(weights)[None, None, :, width - back]
+    return _cut(jnp.where(live, _activated(y, biases), 0).astype(x.dtype), weights)
+
+
+def _drafted_in_kernels(x, weights, biases, state, slots, sources):
+    (N, T, C), S = x.shape, state.shape[0]
+    source = pools.sources_of(slots, sources, S)
+    source = jnp.repeat(_for_kernels(source, S, pools.inside(slots, S)), T)
+    position = jnp.tile(jnp.arange(T, dtype=jnp.int32), N)
+    y = _kernels().convolved((x.reshape(N * T, C),), weights, biases, state, position, source)
+    return tuple(part.reshape(N, T, -1) for part in y)
+
+
+def _move_on_in_xla(parts, state, rows):
     """The pool, with the last W-1 inputs after some tokens of some sequences.
 
     rows: `(slots, sources, begins, counts)`, each `[R]`: a slot takes what lies behind `counts`
-    tokens of x `[T, C]` from `begins` on, or before them in the slot `sources`; -1 for none.
+    tokens of the parts `[T, C_i]` from `begins` on, or before them in the slot `sources`, S for
+    none.
     """
-    R, width = rows[0].shape[0], state.shape[2]
+    x, R, width = jnp.concatenate(parts, axis=-1), rows[0].shape[0], state.shape[2]
     groups = -(-R // ROWS) if isinstance(R, int) else 1
     if groups == 1:
-        return _moved_on(state, x, *rows)
+        return _some_moved_on(state, x, *rows)
     fills = (-1, -1, 0, width)
     rows = [
         jnp.pad(z, (0, groups * ROWS - R), constant_values=fill).reshape(groups, ROWS)
         for z, fill in zip(rows, fills, strict=True)
     ]
-    return jax.lax.scan(lambda state, rows: (_moved_on(state, x, *rows), None), state, rows)[0]
+    return jax.lax.scan(lambda state, rows: (_some_moved_on(state, x, *rows), None), state, rows)[0]
 
 
-def _moved_on(state, x, slots, sources, begins, counts):
+def _some_moved_on(state, x, slots, sources, begins, counts):
     S, _, width = state.shape
     past = state.at[jnp.where(pools.inside(sources, S), sources, S)].get(mode="fill", fill_value=0)
     taps = []
@@ -285,16 +386,38 @@ def _moved_on(state, x, slots, sources, begins, counts):
     return state.at[slots].set(jnp.stack(taps, axis=2), mode="drop", unique_indices=True)
 
 
+def _move_on_in_kernels(parts, state, rows):
+    slots, sources, begins, counts = rows
+    S = state.shape[0]
+    slots = jnp.where(pools.inside(slots, S), slots, -1)
+    return _kernels().moved_on(parts, state, slots, _for_kernels(sources, S), begins, counts)
+
+
+def joined(tensors) -> Any:
+    """Weights or biases of parts as those of all channels, float32; None stays None."""
+    return None if tensors is None else jnp.concatenate([x.astype(jnp.float32) for x in tensors])
+
+
+def _activated(y, biases):
+    if biases is not None:
+        y = y + joined(biases).reshape((1,) * (y.ndim - 1) + (-1,))
+    return _silu(y)
+
+
+def _cut(x, weights):
+    """x `[..., C]`, cut as the weights are."""
+    ends = itertools.accumulate(weight.shape[0] for weight in weights[:-1])
+    return tuple(jnp.split(x, list(ends), axis=-1))
+
+
 @jax.jit
-def without_pool(x, weight, position, bias=None):
-    """`[B, T, C]`, convolved within each sequence, and SiLU: for training.
+def without_pool(x, weights, position, biases=None):
+    """`[B, T, C]`, convolved within each sequence, and SiLU: for training. Cut as the weights are.
 
     position: `[B, T]`, the number of each token in its sequence; None, where each row is one.
     """
-    y = _taps(x, weight.astype(jnp.float32), position)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None, None]
-    return _silu(y).astype(x.dtype)
+    y = _activated(_taps(x, joined(weights), position), biases)
+    return _cut(y.astype(x.dtype), weights)
 
 
 def _taps(x, weights, position):

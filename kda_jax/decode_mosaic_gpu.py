@@ -168,7 +168,7 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
 
 
 def _launch(operands: Operands, *, static: Static, config: Config | None = None):
-    """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K] or None)`; None for a Ref.
+    """`(out [B, T, HV, V], pool, intermediate [B, T, HV, V, K])`, or None; None for a Ref.
 
     Over 60 lines, since operands are prepared and results taken apart around one kernel.
     """
@@ -176,9 +176,10 @@ def _launch(operands: Operands, *, static: Static, config: Config | None = None)
     arrays: dict[str, Any] = {
         name: inference_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for name, x in vars(operands).items()
-        if x is not None and name != "pool"
+        if x is not None and name not in ("pool", *_unused(static))
     }
-    for name in ("q", "k", "v", "a", "b"):
+    tensors = [name for name in ("q", "k", "v", "a", "b") if name in arrays]
+    for name in tensors:
         x = arrays[name]
         arrays[name] = x.reshape(sizes.B * sizes.T, math.prod(x.shape[2:]))
     if "writes" in arrays:
@@ -194,7 +195,7 @@ def _launch(operands: Operands, *, static: Static, config: Config | None = None)
     chunk = math.prod(config.chunk_shape)
     # K: reshaped here, since Pallas's interpreter reshapes no Ref.
     in_chunks = (K // chunk, *config.chunk_shape)
-    for name in ("q", "k", "a", "dt_bias"):
+    for name in {"q", "k", "a", "dt_bias"} & set(arrays):
         x = arrays[name]
         whole = x.shape[-1] // chunk  # of mixed_qkv the last value heads may not fill a chunk
         arrays[name] = x[..., : whole * chunk].reshape(*x.shape[:-1], whole, *config.chunk_shape)
@@ -209,13 +210,15 @@ def _launch(operands: Operands, *, static: Static, config: Config | None = None)
         state = pool_as_mapped(state, *arrays.values()) if written else state
     state = unfused(state.reshape(*state.shape[:-1], *in_chunks))
     ref = jax.new_ref(state) if written else state
-    shapes = {"out": jax.ShapeDtypeStruct((tokens, HV, V), static.out_dtype)}
+    shapes = {}
+    if static.reads:
+        shapes["out"] = jax.ShapeDtypeStruct((tokens, HV, V), static.out_dtype)
     if static.intermediate:
         shapes["intermediate"] = jax.ShapeDtypeStruct((tokens, HV, V, *in_chunks), pool.dtype)
     scratch = {}
     if several_tokens:
         if tokens < WARPS:  # the gates of WARPS tokens are computed at once
-            for name in "qkvab":
+            for name in tensors:
                 pad = [(0, WARPS - tokens)] + [(0, 0)] * (arrays[name].ndim - 1)
                 arrays[name] = jnp.pad(arrays[name], pad)
         scratch["vectors"] = plgpu.SMEM((WARPS, 3, *in_chunks), jnp.float32)  # q, k and the decay
@@ -241,10 +244,17 @@ def _launch(operands: Operands, *, static: Static, config: Config | None = None)
     state, results = unfused((jax.freeze(ref) if written else state, results))
     results = dict(zip(shapes, results, strict=True))
     state = state.reshape(*state.shape[:3], K)
-    out = results["out"].reshape(sizes.B, sizes.T, HV, V)
-    states = results.get("intermediate")
-    states = None if states is None else states.reshape(*out.shape, K)
+    shape = (sizes.B, sizes.T, HV, V)
+    out, states = results.get("out"), results.get("intermediate")
+    out = None if out is None else out.reshape(shape)
+    states = None if states is None else states.reshape(*shape, K)
     return out, closed(pool, state, written=written), states
+
+
+def _unused(static):
+    """The operands that the kernel does not read: XLA would make them at every call."""
+    gates = ("A_log", "dt_bias") if static.maths.activated else ()
+    return gates if static.reads else ("q", *gates)
 
 
 def _slots_first(arrays):

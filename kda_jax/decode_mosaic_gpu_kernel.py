@@ -143,13 +143,14 @@ def _prepare(block, base):
     def along(x):
         return lax.broadcast_in_dim(x, shape, (0,))
 
-    *three, k_q, beta = _vectors(block, tokens, layout, shape, along)
-    for which, parts in enumerate(three):
-        for repeat, part in enumerate(parts):
+    *vectors, k_q, beta = _vectors(block, tokens, layout, shape, along)
+    for which, parts in enumerate(vectors):
+        for repeat, part in enumerate(parts or ()):
             to_memory(refs["vectors"].at[:, which, pl.ds(repeat * CHUNKS, CHUNKS)], part)
     for which, x in enumerate((k_q, beta)):
-        number = plgpu.layout_cast(x, of_rows(layout, len(shape)))
-        to_memory(refs["numbers"].at[which], number)
+        if x is not None:
+            number = plgpu.layout_cast(x, of_rows(layout, len(shape)))
+            to_memory(refs["numbers"].at[which], number)
     values = refs["v"].at[tokens, pl.ds(block.value_column + block.steps[0], config.tile_rows)]
     to_memory(refs["values"], _load(values, a_token_in_each_warp(config.tile_rows)).astype(F32))
     plgpu.commit_smem()
@@ -159,11 +160,14 @@ def _next_token(block, token, base, states):
     """One token over the whole tile; its vectors and values come from shared memory."""
     refs, config, at = block.refs, block.config, token - base
     key_layout = config.layout.reduce(0)
+    reads = block.static.reads
     q, k, decay = (
         [_load(x, key_layout) for x in _pieces(block, refs["vectors"], at, which)]
+        if reads or which
+        else None
         for which in range(3)
     )
-    k_q, beta = refs["numbers"][0, at], refs["numbers"][1, at]
+    k_q, beta = refs["numbers"][0, at] if reads else None, refs["numbers"][1, at]
     after = []
     for step, (start, state) in enumerate(zip(block.steps, states, strict=True)):
         v = _load(refs["values"].at[at, block.rows(step * config.step_rows)], block.value_layout)
@@ -172,9 +176,12 @@ def _next_token(block, token, base, states):
 
 
 def _advance(block, token, start, state, q, k, decay, k_q, beta, v):
-    """One token over one step's state, in pieces: stores its results, returns the state."""
+    """One token over one step's state, in pieces: stores its results, returns the state.
+
+    q is None where no result is asked for.
+    """
     shape, head, S = block.piece_shape, block.head, block.static.sizes.S
-    pool, out = block.refs["pool"], block.refs["out"]
+    pool = block.refs["pool"]
     writes, intermediate = block.refs.get("writes"), block.refs.get("intermediate")
 
     def along_keys(vector):
@@ -182,7 +189,9 @@ def _advance(block, token, start, state, q, k, decay, k_q, beta, v):
 
     decayed = [s.astype(F32) * along_keys(d) for s, d in zip(state, decay, strict=True)]
     state_k = _total(block, [d * along_keys(x) for d, x in zip(decayed, k, strict=True)])
-    state_q = _total(block, [d * along_keys(x) for d, x in zip(decayed, q, strict=True)])
+    state_q = None
+    if q is not None:
+        state_q = _total(block, [d * along_keys(x) for d, x in zip(decayed, q, strict=True)])
     u = (v - state_k) * beta
     along_values = lax.broadcast_in_dim(u, shape, (0,))
     updated = tuple(
@@ -190,7 +199,9 @@ def _advance(block, token, start, state, q, k, decay, k_q, beta, v):
         for d, x in zip(decayed, k, strict=True)
     )
     rows = block.rows(start)
-    to_memory(out.at[token, head, rows], (state_q + u * k_q).astype(out.dtype))
+    if state_q is not None:
+        out = block.refs["out"]
+        to_memory(out.at[token, head, rows], (state_q + u * k_q).astype(out.dtype))
     if intermediate is not None:
         _store(block, updated, intermediate, token, head, rows)
     if writes is not None:
@@ -202,7 +213,7 @@ def _advance(block, token, start, state, q, k, decay, k_q, beta, v):
 
 
 def _vectors(block, tokens, layout, shape, along=lambda x: x):
-    """`(q, k, decay, k . q, beta)` of one token, or of several.
+    """`(q, k, decay, k . q, beta)` of one token, or of several; None for q where nobody reads.
 
     q, k and decay are lists of arrays `[..., CHUNKS, *chunk_shape]` of this shape and layout;
     `along` spreads one number a token over them.
@@ -221,11 +232,16 @@ def _vectors(block, tokens, layout, shape, along=lambda x: x):
     def dot(x, y):
         return _total(block, [one * other for one, other in zip(x, y, strict=True)])
 
-    q = vector(refs["q"], tokens, q_start + group * chunks)
-    k = vector(refs["k"], tokens, k_start + group * chunks)
-    if maths.use_qk_l2norm:
-        q, k = ([part * along(gates.inverse_norm(dot(x, x))) for part in x] for x in (q, k))
-    q = [part * maths.scale for part in q]
+    def key(ref, start):
+        x = vector(ref, tokens, start + group * chunks)
+        if maths.use_qk_l2norm:
+            x = [part * along(gates.inverse_norm(dot(x, x))) for part in x]
+        return x
+
+    q, k_q, k = None, None, key(refs["k"], k_start)
+    if block.static.reads:
+        q = [part * maths.scale for part in key(refs["q"], q_start)]
+        k_q = dot(k, q)
     inputs = vector(refs["a"], tokens, head * chunks)
     A_log, biases = None, [None] * len(inputs)
     if not maths.activated:
@@ -241,7 +257,7 @@ def _vectors(block, tokens, layout, shape, along=lambda x: x):
         gates.decay_and_beta(a, b, A_log, bias, maths)
         for a, bias in zip(inputs, biases, strict=True)
     ]
-    return q, k, [jnp.exp(log_decay) for log_decay, _ in gated], dot(k, q), gated[0][1]
+    return q, k, [jnp.exp(log_decay) for log_decay, _ in gated], k_q, gated[0][1]
 
 
 def _total(block, terms):

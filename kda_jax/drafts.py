@@ -93,7 +93,8 @@ def kda_verify(
         cache.conv,
         slots,
         sources,
-        projections.conv_bias(params),
+        projections.conv_biases(params),
+        kernels=choice.name == "mosaic_gpu",
     )
     tensors = projections.in_heads(params, x, mixed, config, sizes, x.shape[:2])
     out, tokens = recurrent_verify(
@@ -164,7 +165,8 @@ def kda_commit(
         specs = call.result_cuts(LAYER_COMMIT, arrays)
         return KDACache(*call.in_auto_axes(again, LAYER_COMMIT.name, arrays, specs))
     slots, sources, accepted = map(pools.as_int32, (slots, sources, num_accepted))
-    window = conv.advanced(drafts.inputs, cache.conv, slots, sources, accepted)
+    kernels = choice.name == "mosaic_gpu"
+    window = conv.advanced(drafts.inputs, cache.conv, slots, sources, accepted, kernels=kernels)
     state = commit(
         cache.state,
         drafts.tokens,

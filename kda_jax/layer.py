@@ -79,11 +79,11 @@ def kda_decode(
         x = projections.masked(x, live)
     mixed_qkv, window = conv.one_token(
         projections.channels(params, x),
-        projections.conv_kernels(params),
+        conv.joined(projections.conv_kernels(params)),
         cache.conv,
         slots,
         sources,
-        projections.conv_bias(params),
+        conv.joined(projections.conv_biases(params)),
     )
     out, state = packed_decode(
         mixed_qkv,
@@ -177,16 +177,18 @@ def kda_prefill(
     T = x.shape[0]
     live = jnp.append(pools.inside(slots, sizes.S), False)[owners(cu_seqlens, T)]
     x = projections.masked(x, live)
+    kernels = choice.name == "mosaic_gpu"
     mixed, window = conv.all_tokens(
-        projections.channels(params, x),
+        projections.channels_apart(params, x) if kernels else (projections.channels(params, x),),
         projections.conv_kernels(params),
         cache.conv,
         slots,
         cu_seqlens,
         sources,
         checkpoints,
-        projections.conv_bias(params),
+        projections.conv_biases(params),
         every=checkpoint_every or 0,
+        kernels=kernels,
     )
     q, k, v, log_decay, beta = projections.in_heads(params, x, mixed, config, sizes, (1, T))
     out, state = chunk_kda(
@@ -278,7 +280,7 @@ def kda_apply(
         projections.channels(params, x),
         projections.conv_kernels(params),
         position,
-        projections.conv_bias(params),
+        projections.conv_biases(params),
     )
     q, k, v, log_decay, beta = projections.in_heads(params, x, mixed, config, sizes, (B, T))
     if begins is not None:

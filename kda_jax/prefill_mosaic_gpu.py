@@ -31,8 +31,7 @@ from jax import lax
 from kda_contracts import Sizes
 from kda_jax import gates, pools
 from kda_jax.mosaic import divide, to_memory
-from kda_jax.prefill_plan import ALIGNED, betas, in_log2, plan_chunks
-from kda_jax.prefill_pool import places_of_kept
+from kda_jax.prefill_plan import ALIGNED, betas, in_log2, places_of_kept, plan_chunks
 from kda_jax.prefill_walk import TILE, ends_in_arrays, launch_walk
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import (
@@ -112,13 +111,14 @@ def over_pool(operands, out=None, *, static):
         lengths = jnp.full(live.shape, T, jnp.int32) if ranges is None else ranges[1] - ranges[0]
         places = places_of_kept(x.checkpoints, live, lengths // every, count)
         places = jnp.where(pools.inside(places, sizes.S), places, -1)
-        ends["kept"] = jnp.where(kept >= 0, places[jnp.maximum(kept, 0)], -1)
+        number: Any = kept
+        ends["kept"] = jnp.where(number >= 0, places[jnp.maximum(number, 0)], -1)
     refs = dict(pool=jax.new_ref(unfused(x.pool)))
     if out is not None:
         refs["out"] = jax.new_ref(unfused(_in_whole_rows(out)))
     walked = _walk_chunks(
-        *made[:6],
-        *unfused(plan[:4]),
+        made[:6],
+        unfused(plan),
         unfused(ends) | refs,
         sequences=live.shape[0],
         static=static,
@@ -141,8 +141,8 @@ def with_residuals(q, k, v, log_decay, beta, start, live, cu_seqlens, *, static)
     if not plan.dense:  # the tokens before the first sequence and behind the last are some too
         start = jnp.pad(start, [(1, 1)] + [(0, 0)] * 3)
     out, after, *walked = _walk_chunks(
-        *made[:6],
-        *unfused(plan[:4]),
+        made[:6],
+        unfused(plan),
         dict(start=unfused(start)),
         sequences=start.shape[0],
         static=static,
@@ -343,9 +343,10 @@ def _make_body(refs, chunk, lane, head, *, sizes, maths):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _walk_chunks(w, u, scores, q, k, last, chunks, begin, low, high, ends, *, sequences, static):
+def _walk_chunks(made, plan, ends, *, sequences, static):
     """`(out [B, length, HV, V], after [sequences, HV, K, V], ..)`, what is there of these.
 
+    made: the first six results of `_make_chunks`.
     ends: with `start`, `[sequences, HV, K, V]` float32, the states before each chunk,
     `[n, lanes, HV, K, V]`, the changes `new`, `[n, lanes, HV, CHUNK, V]`, and what bfloat16 leaves
     of them come too. Or with the Ref `pool` and the slots `reads` and `writes` `[sequences]`, -1
@@ -354,9 +355,9 @@ def _walk_chunks(w, u, scores, q, k, last, chunks, begin, low, high, ends, *, se
     """
     sizes, out_dtype, keep = static.sizes, static.out_dtype, "start" in ends
     HV, K, V = sizes.HV, sizes.K, sizes.V
-    each = *begin.shape, HV
-    operands = dict(w=w, u=u, scores=scores, q=q, k=k, last=last)
-    operands |= dict(chunks=chunks, begin=begin, low=low, high=high) | ends
+    each = *plan.begin.shape, HV
+    operands = dict(zip(("w", "u", "scores", "q", "k", "last"), made, strict=True))
+    operands |= dict(chunks=plan.chunks, begin=plan.begin, low=plan.low, high=plan.high) | ends
     results = {}
     if "out" not in ends:
         length = -(-max(sizes.T, CHUNK) // ALIGNED) * ALIGNED

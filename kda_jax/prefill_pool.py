@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax import call, pools
-from kda_jax.sequences import holders, offsets, owners
+from kda_jax.prefill_plan import places_of_kept
+from kda_jax.sequences import holders
 
 # The operands of a prefill in the order in which functions of arrays take them.
 ARRAYS = ("q", "k", "v", "a", "b", "pool", "slots", "sources", "cu_seqlens", "checkpoints")
@@ -106,16 +107,3 @@ def over_pool(operands, static, chunks_and_states):
         places = places_of_kept(x.checkpoints, live, lengths // every, kept.shape[0])
         state = pools.write(state, places, kept.astype(state.dtype))
     return out, pools.closed(x.pool, state)
-
-
-def places_of_kept(checkpoints, live, counts, total):
-    """`[total]`: the slot of each state on the way, of the first sequence, then of the second..
-
-    -1 for one that is not kept. live, counts: `[N]`, whose states are, and how many there are.
-    """
-    (N, M), first = checkpoints.shape, offsets(counts)
-    owner, number = owners(first, total), jnp.arange(total, dtype=jnp.int32)
-    sequence = jnp.minimum(owner, N - 1)
-    column = number - first[sequence]
-    is_kept = (owner < N) & live[sequence] & (column < M)
-    return jnp.where(is_kept, checkpoints[sequence, jnp.clip(column, 0, max(M - 1, 0))], -1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kda_jax import gates, norm
 from kda_jax.call import Maths
+from kda_jax.transforms import unfused
 
 CONV_BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
 
@@ -32,17 +33,27 @@ def channels(params, x):
     )
 
 
+def channels_apart(params, x):
+    """`channels` as three arrays, of three products.
+
+    XLA would make one of two of them, from a copy of both weights, and then a copy of each half.
+    """
+    parts = []
+    for weight in (params.q_proj, params.k_proj, params.v_proj):
+        (x,) = unfused((x,))
+        parts.append(times(x, weight))
+    return tuple(parts)
+
+
 def conv_kernels(params):
-    """`[2*H*K+HV*V, W]`: the taps of the convolution."""
-    return jnp.concatenate(
-        [w.astype(jnp.float32) for w in (params.q_conv, params.k_conv, params.v_conv)]
-    )
+    """`[H*K, W]`, `[H*K, W]` and `[HV*V, W]`: the taps of the convolution."""
+    return params.q_conv, params.k_conv, params.v_conv
 
 
-def conv_bias(params):
-    """`[2*H*K+HV*V]`: the bias of the convolution, or None."""
-    biases = [getattr(params, name) for name in CONV_BIASES]
-    return None if biases[0] is None else jnp.concatenate([x.astype(jnp.float32) for x in biases])
+def conv_biases(params):
+    """`[H*K]`, `[H*K]` and `[HV*V]`: the biases of the convolution, or None."""
+    biases = tuple(getattr(params, name) for name in CONV_BIASES)
+    return None if biases[0] is None else biases
 
 
 def forget(params, x):
@@ -53,10 +64,10 @@ def forget(params, x):
 def in_heads(params, x, mixed, config, sizes, rows):
     """q, k, v, log decay and beta of chunk_kda, with `rows = (B, T)` in front.
 
-    mixed: `[..., 2*H*K+HV*V]`, what the convolution made of x's channels.
+    mixed: q, k and v, as the convolution made them of x's channels.
     """
     H, HV, K, V = sizes.H, sizes.HV, sizes.K, sizes.V
-    q, k, v = jnp.split(mixed, [H * K, 2 * H * K], axis=-1)
+    q, k, v = mixed
     maths = Maths(1.0, True, config.lower_bound, allow_neg_eigval=config.allow_neg_eigval)
     f32 = jnp.float32
     log_decay, beta = gates.decay_and_beta(

@@ -185,10 +185,12 @@ def _run_again(arrays, sizes, l2norm, name, *, slots, num_accepted, sources, cu_
         sizes=sizes,
         maths=call.maths_of(sizes.K, activated=True, scale=1.0, use_qk_l2norm_in_kernel=l2norm),
         out_dtype=jnp.dtype(v.dtype),
+        clears=False,
+        reads=False,
     )
     _, within = last_accepted(num_accepted, v.shape[:2], cu_seqlens)
     operands = call.Operands(
-        q=k,  # nobody reads what comes out
+        q=k,  # nobody reads it
         k=k,
         v=v,
         a=arrays["log_decay"],
