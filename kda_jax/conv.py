@@ -313,17 +313,19 @@ def _all_in_kernels(
 ):
     T, S = parts[0].shape[0], state.shape[0]
     held, position, source = _tokens_of(slots, sources, cu_seqlens, T, S)
-    source = _for_kernels(source, S, held)
-    y = _kernels().convolved(parts, weights, biases, state, position, source)
+    begins = _begins(source, S, held, position)
+    y = _kernels().convolved(parts, weights, biases, state, begins)
     y, state = jax.lax.optimization_barrier((y, state))  # it has read the pool
     for rows in _moves(slots, sources, cu_seqlens, checkpoints, S, every):
         state = _move_on_in_kernels(parts, state, rows)
     return y, state
 
 
-def _for_kernels(source, S, held=True):
-    source = jnp.where(source < S, source, _kernels().NOTHING)
-    return jnp.where(held, source, _kernels().NOBODY)
+def _begins(source, S, held, position):
+    """`[T]`: what the kernels are told of each token."""
+    module = _kernels()
+    begins = jnp.where(source < S, source, module.NOTHING)
+    return jnp.where(held, jnp.where(position == 0, begins, module.GOES_ON), module.NOBODY)
 
 
 def _drafted_in_xla(x, weights, biases, state, slots, sources):
@@ -344,9 +346,9 @@ def _drafted_in_xla(x, weights, biases, state, slots, sources):
 def _drafted_in_kernels(x, weights, biases, state, slots, sources):
     (N, T, C), S = x.shape, state.shape[0]
     source = pools.sources_of(slots, sources, S)
-    source = jnp.repeat(_for_kernels(source, S, pools.inside(slots, S)), T)
-    position = jnp.tile(jnp.arange(T, dtype=jnp.int32), N)
-    y = _kernels().convolved((x.reshape(N * T, C),), weights, biases, state, position, source)
+    live, position = pools.inside(slots, S)[:, None], jnp.arange(T, dtype=jnp.int32)[None]
+    begins = _begins(source[:, None], S, live, position).reshape(-1)
+    y = _kernels().convolved((x.reshape(N * T, C),), weights, biases, state, begins)
     return tuple(part.reshape(N, T, -1) for part in y)
 
 
@@ -390,7 +392,8 @@ def _move_on_in_kernels(parts, state, rows):
     slots, sources, begins, counts = rows
     S = state.shape[0]
     slots = jnp.where(pools.inside(slots, S), slots, -1)
-    return _kernels().moved_on(parts, state, slots, _for_kernels(sources, S), begins, counts)
+    sources = jnp.where(pools.inside(sources, S), sources, -1)
+    return _kernels().moved_on(parts, state, slots, sources, begins, counts)
 
 
 def joined(tensors) -> Any:

@@ -11,6 +11,7 @@ elements.
 """
 
 import functools
+import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,11 +23,14 @@ from kda_jax.mosaic import divide, to_memory
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import launch, load
 
-THREADS = 128  # of a warpgroup: so many channels a block
+THREADS = 128  # of a warpgroup: so many channels a thread each
 CHANNELS = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 MOST_TAPS = 8  # a program for each
 BLOCKS = 2112  # 16 for each multiprocessor of an H200: from there on blocks take more tokens
-NOBODY, NOTHING = -2, -1  # instead of a slot: a token that gives zero; a sequence from nothing
+GROUP = 4  # tokens that are loaded at once
+# Instead of the slot from which a sequence begins with this token: it begins from nothing; it gives
+# zero; it is none that begins.
+NOTHING, NOBODY, GOES_ON = -1, -2, -3
 F32 = jnp.float32
 
 
@@ -39,40 +43,41 @@ def unsupported(widths, taps) -> str | None:
     return None
 
 
-def convolved(parts, weights, biases, state, position, source):
+def convolved(parts, weights, biases, state, begins):
     """`[T, C_i]` of each part: convolved, biased and SiLU.
 
     Args:
       parts: `[T, C_i]` each, together the channels of the pool; or one of all of them.
       weights: `[C_i, W]` each. biases: None, or `[C_i]` each.
       state: the pool, `[S, C, W-1]`, which is read alone.
-      position: `[T]` int32, the number of each token in its sequence. source: `[T]` int32, the slot
-        that its sequence goes on from, NOTHING or NOBODY.
+      begins: `[T]` int32, the slot from which a sequence begins with this token, NOTHING, NOBODY or
+        GOES_ON.
     """
-    T, blocks_of_channels = parts[0].shape[0], state.shape[1] // THREADS
-    rows = 4
-    while rows < 64 and T * blocks_of_channels >= 2 * rows * BLOCKS:
+    T, widths = parts[0].shape[0], [x.shape[0] for x in weights]
+    channels, rows = _channels(widths), GROUP
+    columns = state.shape[1] // channels
+    while rows < 32 and T * columns >= 2 * rows * BLOCKS:
         rows *= 2
-    operands = dict(pool=state, position=position, source=source)
+    operands = dict(pool=state, begins=begins)
     operands |= {f"x{i}": x for i, x in enumerate(parts)}
     operands |= {f"weight{i}": x for i, x in enumerate(weights)}
     operands |= {f"bias{i}": x for i, x in enumerate(biases or ())}
     results = {
-        f"y{i}": jax.ShapeDtypeStruct((T, weight.shape[0]), parts[0].dtype)
-        for i, weight in enumerate(weights)
+        f"y{i}": jax.ShapeDtypeStruct((T, width), parts[0].dtype) for i, width in enumerate(widths)
     }
 
     def body(**refs):
-        block_of_tokens, channels = divide(lax.axis_index("block"), blocks_of_channels)
+        block_of_tokens, column = divide(lax.axis_index("block"), columns)
         first = block_of_tokens * rows
 
-        def run(i, column):
-            _convolve(refs, i, column, channels * THREADS, first, rows)
+        def run(i, begin):
+            _convolve(refs, i, begin, column * channels, channels, first, rows)
 
-        _in_its_part(channels, [x.shape[0] for x in weights], run)
+        _in_its_part(column * channels, widths, run)
 
-    blocks = -(-T // rows) * blocks_of_channels
-    y = launch(body, unfused(operands), results, {}, blocks=blocks, name="kda_conv")
+    y = launch(
+        body, unfused(operands), results, {}, blocks=-(-T // rows) * columns, name="kda_conv"
+    )
     return unfused(tuple(y))
 
 
@@ -82,112 +87,148 @@ def moved_on(parts, state, slots, sources, begins, counts):
     slots, sources, begins, counts: `[R]` int32: a slot takes what lies behind `counts` tokens of
     the parts `[T, C_i]` from `begins` on, or before them in the slot `sources`; -1 for none.
     """
-    T, blocks_of_channels = parts[0].shape[0], state.shape[1] // THREADS
+    widths = [x.shape[1] for x in parts]
+    channels = _channels(widths)
+    columns = state.shape[1] // channels
     operands = dict(slots=slots, sources=sources, begins=begins, counts=counts)
     operands |= {f"x{i}": x for i, x in enumerate(parts)}
     ref = jax.new_ref(unfused(state))
 
     def body(**refs):
-        row, channels = divide(lax.axis_index("block"), blocks_of_channels)
+        row, column = divide(lax.axis_index("block"), columns)
         slot = refs["slots"][row]
 
-        def run(i, column):
-            pl.when(slot >= 0)(lambda: _move_on(refs, i, column, channels * THREADS, row, slot, T))
+        def run(i, begin):
+            pl.when(slot >= 0)(
+                lambda: _move_on(refs, i, begin, column * channels, channels, row, slot)
+            )
 
-        _in_its_part(channels, [x.shape[1] for x in parts], run)
+        _in_its_part(column * channels, widths, run)
 
-    blocks = slots.shape[0] * blocks_of_channels
-    launch(body, unfused(operands) | dict(pool=ref), {}, {}, blocks=blocks, name="kda_conv_pool")
+    operands = unfused(operands) | dict(pool=ref)
+    launch(body, operands, {}, {}, blocks=slots.shape[0] * columns, name="kda_conv_pool")
     return unfused(jax.freeze(ref))
 
 
-def _in_its_part(channels, widths, run):
-    """`run(i, column)` for the part that has these channels, and where they begin in it."""
+def _channels(widths):
+    """How many a block takes: what it does for a token, it does once for all of them."""
+    return math.gcd(4 * THREADS, *widths)
+
+
+def _in_its_part(channel, widths, run):
+    """`run(i, begin)` for the part that has this channel, and where the part begins."""
     begin = 0
     for i, width in enumerate(widths):
-        end = begin + width // THREADS
-        column = (channels - begin) * THREADS
-        pl.when((channels >= begin) & (channels < end))(functools.partial(run, i, column))
+        end = begin + width
+        pl.when((channel >= begin) & (channel < end))(functools.partial(run, i, begin))
         begin = end
+
+
+def _each(channel, channels):
+    """The channels of a block, as many at a time as it has threads."""
+    return [pl.ds(channel + at, THREADS) for at in range(0, channels, THREADS)]
 
 
 def _load(ref, *index):
     return load(ref.at[index], CHANNELS)
 
 
-def _nothing():
-    return plgpu.layout_cast(jnp.zeros(THREADS, F32), CHANNELS)
+def _zeros(dtype=F32):
+    return plgpu.layout_cast(jnp.zeros(THREADS, dtype), CHANNELS)
 
 
-def _convolve(refs, i, column, channel, first, rows):
+def _convolve(refs, i, begin, channel, channels, first, rows):
     x, y = refs[f"x{i}" if "x1" in refs else "x0"], refs[f"y{i}"]
-    (T, _), pool, here = x.shape, refs["pool"], pl.ds(column, THREADS)
-    in_x = here if "x1" in refs else pl.ds(channel, THREADS)
-    width = pool.shape[2]
-    weights = [_load(refs[f"weight{i}"], here, tap).astype(F32) for tap in range(width + 1)]
-    bias = _load(refs[f"bias{i}"], here).astype(F32) if f"bias{i}" in refs else None
+    pool, T = refs["pool"], x.shape[0]
+    width, dtype = pool.shape[2], pool.dtype
+    here = _each(channel - begin, channels)  # in the part
+    in_x = here if "x1" in refs else _each(channel, channels)
+    in_pool = _each(channel, channels)
+    weights = [
+        [_load(refs[f"weight{i}"], at, tap).astype(F32) for tap in range(width + 1)] for at in here
+    ]
+    biases = (
+        [_load(refs[f"bias{i}"], at).astype(F32) for at in here] if f"bias{i}" in refs else None
+    )
 
     def of_slot(slot):
-        def taps():
-            at = pl.ds(channel, THREADS)
-            return tuple(_load(pool, slot, at, tap).astype(F32) for tap in range(width))
+        """Not yet float32: a conversion would wait for each load in its turn."""
 
-        return lax.cond(slot >= 0, taps, lambda: (_nothing(),) * width)
+        def taps():
+            return [[_load(pool, slot, at, tap) for tap in range(width)] for at in in_pool]
+
+        nothing = [[_zeros(dtype)] * width] * len(in_pool)
+        return lax.cond(slot >= 0, taps, lambda: nothing)
 
     def loaded(token):
         token = jnp.clip(token, 0, T - 1)
-        return _load(x, token, in_x).astype(F32), refs["position"][token], refs["source"][token]
+        slot = refs["begins"][token]
+        return slot, of_slot(slot), [_load(x, token, at) for at in in_x]
 
-    def window_of(window, position, source):
-        return lax.cond(position == 0, lambda: of_slot(source), lambda: window)
+    def step(windows, slot, past, value):
+        """`(windows, taps)`: the inputs before the token, then it too."""
+        past = jax.tree.map(lambda tap: tap.astype(F32), past)
+        windows = lax.cond(slot >= NOTHING, lambda: past, lambda: windows)
+        taps = [[*window, one.astype(F32)] for window, one in zip(windows, value, strict=True)]
+        return [each[1:] for each in taps], taps
 
     def warm():  # the inputs before the first token, as far as they are of its sequence
-        window = (_nothing(),) * width
-        for back in range(width, 0, -1):
-            value, position, source = loaded(first - back)
-            window = (*window_of(window, position, source)[1:], value)
-        return window
+        windows = [[_zeros()] * width] * len(here)
+        for token in [loaded(first - back) for back in range(width, 0, -1)]:
+            windows, _ = step(windows, *token)
+        return windows
 
-    group = 4  # tokens that are loaded at once
-
-    def next_group(number, window):
-        begin = first + number * group
-        for at, (value, position, source) in enumerate([loaded(begin + z) for z in range(group)]):
-            window = window_of(window, position, source)
-            taps = (*window, value)
-            total = sum(tap * weight for tap, weight in zip(taps, weights, strict=True))
-            if bias is not None:
-                total = total + bias
+    def store(token, slot, taps):
+        for z, at in enumerate(here):
+            total = sum(tap * weight for tap, weight in zip(taps[z], weights[z], strict=True))
+            if biases is not None:
+                total = total + biases[z]
             total = total / (1 + jnp.exp(-total))
-            total = lax.cond(source == NOBODY, _nothing, lambda total=total: total)
-            pl.when(begin + at < T)(
-                lambda at=at, total=total: to_memory(y.at[begin + at, here], total.astype(y.dtype))
-            )
-            window = taps[1:]
-        return window
+            total = lax.cond(slot == NOBODY, _zeros, lambda total=total: total)
+            to_memory(y.at[token, at], total.astype(y.dtype))
 
-    begins = refs["position"][jnp.minimum(first, T - 1)] == 0
-    window = lax.cond(begins, lambda: (_nothing(),) * width, warm)
-    lax.fori_loop(0, rows // group, next_group, window)
+    def next_group(number, windows):
+        start = first + number * GROUP
+        for at, (slot, past, value) in enumerate([loaded(start + z) for z in range(GROUP)]):
+            windows, taps = step(windows, slot, past, value)
+            token = start + at
+            if T % rows:
+                pl.when(token < T)(functools.partial(store, token, slot, taps))
+            else:
+                store(token, slot, taps)
+        return windows
+
+    slot = refs["begins"][first]
+    windows = lax.cond(
+        slot == GOES_ON, warm, lambda: [[_zeros()] * width] * len(here)
+    )  # else the first token's own
+    lax.fori_loop(0, rows // GROUP, next_group, windows)
 
 
-def _move_on(refs, i, column, channel, row, slot, T):
+def _move_on(refs, i, begin, channel, channels, row, slot):
     x, pool = refs[f"x{i}"], refs["pool"]
-    width, at = pool.shape[2], pl.ds(channel, THREADS)
-    source, begin, count = (refs[name][row] for name in ("sources", "begins", "counts"))
+    T, width = x.shape[0], pool.shape[2]
+    source, start, count = (refs[name][row] for name in ("sources", "begins", "counts"))
 
-    def newest(tap):
+    def newest(at, here, tap):
+        """From x, from the slot or nothing; not yet in one dtype, see `of_slot`."""
         token = count - width + tap  # negative: in the slot
+        before = jnp.clip(count + tap, 0, width - 1)
+        of_slot = lax.cond(
+            (token < 0) & (source >= 0),
+            lambda: _load(pool, source, at, before),
+            lambda: _zeros(pool.dtype),
+        )
+        of_x = lax.cond(
+            token >= 0,
+            lambda: _load(x, jnp.clip(start + token, 0, T - 1), here),
+            lambda: _zeros(x.dtype),
+        )
+        return token, of_slot, of_x
 
-        def of_slot():
-            before = jnp.clip(count + tap, 0, width - 1)
-            return _load(pool, source, at, before).astype(F32)
-
-        def of_x():
-            here = jnp.clip(begin + token, 0, T - 1)
-            return _load(x, here, pl.ds(column, THREADS)).astype(F32)
-
-        return lax.cond(token >= 0, of_x, lambda: lax.cond(source >= 0, of_slot, _nothing))
-
-    for tap, value in enumerate([newest(tap) for tap in range(width)]):
-        to_memory(pool.at[slot, at, tap], value.astype(pool.dtype))
+    places = zip(_each(channel, channels), _each(channel - begin, channels), strict=True)
+    taps = [[newest(at, here, tap) for tap in range(width)] for at, here in places]
+    for at, values in zip(_each(channel, channels), taps, strict=True):
+        for tap, (token, of_slot, of_x) in enumerate(values):
+            value = lax.cond(token >= 0, lambda x=of_x: x.astype(pool.dtype), lambda x=of_slot: x)
+            to_memory(pool.at[slot, at, tap], value)

@@ -19,6 +19,7 @@ once, a warp each, and wait in shared memory with the values. A lane takes all f
 `fold`ed row, which leaves a quarter of the shuffles.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,8 @@ class Config:
     A warpgroup owns `tile_rows` V rows and walks them `step_rows` at a time, `ahead` steps under
     way at once. `lanes` and `vector` set the order of a row's sums, so they follow from K and the
     pool's dtype alone; the rest may follow the batch, since bits do not depend on it. With `fold` a
-    lane holds all chunks of its row, so that `lanes` lanes serve CHUNKS rows.
+    lane holds all chunks of its row, so that `lanes` lanes serve CHUNKS rows. `single`: of the same
+    tiles, how a token that is alone in its sequence takes them.
     """
 
     tile_rows: int
@@ -58,6 +60,7 @@ class Config:
     vector: int
     ahead: int = 2
     fold: bool = False
+    single: "Config | None" = None
 
     def __post_init__(self):
         if self.lanes not in (8, 16, 32):
@@ -149,6 +152,13 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
     states = (sizes.B if sizes.N is None else sizes.N) * sizes.HV * sizes.V // 128
     steps = 4 if states >= 160 else 2 if states >= 80 else 1
     wide = jnp.dtype(pool_dtype).itemsize == 4
+    one_token = Config(
+        tile_rows=step_rows * math.gcd(sizes.V // step_rows, steps),
+        step_rows=step_rows,
+        lanes=lanes,
+        vector=vector,
+        ahead=2 if wide else 3,
+    )
     if several_tokens:
         fold = (
             2 * lanes * vector >= sizes.K and sizes.V % (CHUNKS * rows_per_pass) == 0
@@ -156,15 +166,16 @@ def choose_config(sizes: Sizes, pool_dtype, several_tokens=False) -> Config:
         step_rows = rows_per_pass * (CHUNKS if fold else 1)
         tile_rows = step_rows * math.gcd(sizes.V // step_rows, 2 if wide else steps)
         return Config(
-            tile_rows=tile_rows, step_rows=step_rows, lanes=lanes, vector=vector, fold=fold
+            tile_rows=tile_rows,
+            step_rows=step_rows,
+            lanes=lanes,
+            vector=vector,
+            fold=fold,
+            single=dataclasses.replace(
+                one_token, tile_rows=tile_rows, step_rows=math.gcd(one_token.step_rows, tile_rows)
+            ),
         )
-    return Config(
-        tile_rows=step_rows * math.gcd(sizes.V // step_rows, steps),
-        step_rows=step_rows,
-        lanes=lanes,
-        vector=vector,
-        ahead=2 if wide else 3,
-    )
+    return one_token
 
 
 def _launch(operands: Operands, *, static: Static, config: Config | None = None):
