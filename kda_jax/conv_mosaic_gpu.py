@@ -27,7 +27,6 @@ THREADS = 128  # of a warpgroup: so many channels a thread each
 CHANNELS = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 MOST_TAPS = 8  # a program for each
 BLOCKS = 2112  # 16 for each multiprocessor of an H200: from there on blocks take more tokens
-GROUP = 4  # tokens that are loaded at once
 # Instead of the slot from which a sequence begins with this token: it begins from nothing; it gives
 # zero; it is none that begins.
 NOTHING, NOBODY, GOES_ON = -1, -2, -3
@@ -54,7 +53,7 @@ def convolved(parts, weights, biases, state, begins):
         GOES_ON.
     """
     T, widths = parts[0].shape[0], [x.shape[0] for x in weights]
-    channels, rows = _channels(widths), GROUP
+    channels, rows = _channels(widths), 4
     columns = state.shape[1] // channels
     while rows < 32 and T * columns >= 2 * rows * BLOCKS:
         rows *= 2
@@ -112,7 +111,7 @@ def moved_on(parts, state, slots, sources, begins, counts):
 
 def _channels(widths):
     """How many a block takes: what it does for a token, it does once for all of them."""
-    return math.gcd(4 * THREADS, *widths)
+    return math.gcd(2 * THREADS, *widths)
 
 
 def _in_its_part(channel, widths, run):
@@ -165,19 +164,6 @@ def _convolve(refs, i, begin, channel, channels, first, rows):
         slot = refs["begins"][token]
         return slot, of_slot(slot), [_load(x, token, at) for at in in_x]
 
-    def step(windows, slot, past, value):
-        """`(windows, taps)`: the inputs before the token, then it too."""
-        past = jax.tree.map(lambda tap: tap.astype(F32), past)
-        windows = lax.cond(slot >= NOTHING, lambda: past, lambda: windows)
-        taps = [[*window, one.astype(F32)] for window, one in zip(windows, value, strict=True)]
-        return [each[1:] for each in taps], taps
-
-    def warm():  # the inputs before the first token, as far as they are of its sequence
-        windows = [[_zeros()] * width] * len(here)
-        for token in [loaded(first - back) for back in range(width, 0, -1)]:
-            windows, _ = step(windows, *token)
-        return windows
-
     def store(token, slot, taps):
         for z, at in enumerate(here):
             total = sum(tap * weight for tap, weight in zip(taps[z], weights[z], strict=True))
@@ -187,22 +173,19 @@ def _convolve(refs, i, begin, channel, channels, first, rows):
             total = lax.cond(slot == NOBODY, _zeros, lambda total=total: total)
             to_memory(y.at[token, at], total.astype(y.dtype))
 
-    def next_group(number, windows):
-        start = first + number * GROUP
-        for at, (slot, past, value) in enumerate([loaded(start + z) for z in range(GROUP)]):
-            windows, taps = step(windows, slot, past, value)
-            token = start + at
-            if T % rows:
-                pl.when(token < T)(functools.partial(store, token, slot, taps))
-            else:
-                store(token, slot, taps)
-        return windows
+    def next_token(token, carry):
+        windows, (slot, past, value) = carry
+        ahead = loaded(token + 1)  # first: what follows hides its latency
+        past = jax.tree.map(lambda tap: tap.astype(F32), past)
+        windows = lax.cond(slot >= NOTHING, lambda: past, lambda: windows)
+        taps = [[*window, one.astype(F32)] for window, one in zip(windows, value, strict=True)]
+        pl.when((token >= first) & (token < T))(lambda: store(token, slot, taps))
+        return [each[1:] for each in taps], ahead
 
-    slot = refs["begins"][first]
-    windows = lax.cond(
-        slot == GOES_ON, warm, lambda: [[_zeros()] * width] * len(here)
-    )  # else the first token's own
-    lax.fori_loop(0, rows // GROUP, next_group, windows)
+    # From the inputs before the first token on, where they may be of its sequence.
+    begin = jnp.where(refs["begins"][first] == GOES_ON, first - width, first)
+    windows = [[_zeros()] * width for _ in here]
+    lax.fori_loop(begin, first + rows, next_token, (windows, loaded(begin)))
 
 
 def _move_on(refs, i, begin, channel, channels, row, slot):
@@ -210,25 +193,25 @@ def _move_on(refs, i, begin, channel, channels, row, slot):
     T, width = x.shape[0], pool.shape[2]
     source, start, count = (refs[name][row] for name in ("sources", "begins", "counts"))
 
-    def newest(at, here, tap):
-        """From x, from the slot or nothing; not yet in one dtype, see `of_slot`."""
+    in_pool, here = _each(channel, channels), _each(channel - begin, channels)
+
+    def newest(tap):
         token = count - width + tap  # negative: in the slot
         before = jnp.clip(count + tap, 0, width - 1)
-        of_slot = lax.cond(
-            (token < 0) & (source >= 0),
-            lambda: _load(pool, source, at, before),
-            lambda: _zeros(pool.dtype),
-        )
-        of_x = lax.cond(
-            token >= 0,
-            lambda: _load(x, jnp.clip(start + token, 0, T - 1), here),
-            lambda: _zeros(x.dtype),
-        )
-        return token, of_slot, of_x
 
-    places = zip(_each(channel, channels), _each(channel - begin, channels), strict=True)
-    taps = [[newest(at, here, tap) for tap in range(width)] for at, here in places]
-    for at, values in zip(_each(channel, channels), taps, strict=True):
-        for tap, (token, of_slot, of_x) in enumerate(values):
-            value = lax.cond(token >= 0, lambda x=of_x: x.astype(pool.dtype), lambda x=of_slot: x)
+        def of_x():
+            row = jnp.clip(start + token, 0, T - 1)
+            return [_load(x, row, at).astype(pool.dtype) for at in here]
+
+        def of_slot():
+            return lax.cond(
+                source >= 0,
+                lambda: [_load(pool, source, at, before) for at in in_pool],
+                lambda: [_zeros(pool.dtype)] * len(in_pool),
+            )
+
+        return lax.cond(token >= 0, of_x, of_slot)
+
+    for tap, values in enumerate([newest(tap) for tap in range(width)]):
+        for at, value in zip(in_pool, values, strict=True):
             to_memory(pool.at[slot, at, tap], value)
