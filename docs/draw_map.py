@@ -25,18 +25,18 @@ FLOORS = {
         6: (
             "around the operators",
             "choose, explain; projections",
-            "dispatch projections prefill_pool",
+            "dispatch projections prefill_pool conv",
         ),
         5: (
             "implementations",
             "by operator and implementation",
             "decode_xla decode_mosaic_gpu decode_triton prefill_xla prefill_mosaic_gpu "
-            "prefill_grad_mosaic_gpu conv norm checkpoint",
+            "prefill_grad_mosaic_gpu conv_mosaic_gpu norm checkpoint",
         ),
         4: (
             "a kernel; chunks; files",
             "their users are above",
-            "decode_mosaic_gpu_kernel prefill_plan prefill_walk stored",
+            "decode_mosaic_gpu_kernel prefill_plan prefill_walk conv_xla stored",
         ),
         3: ("what they share", "gates, slots, weights", "gates slots sequences layouts weights"),
         2: ("a call", "Operands, Static", "call"),

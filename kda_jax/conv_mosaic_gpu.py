@@ -19,6 +19,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from kda_jax import pools
+from kda_jax.conv_xla import moves, tokens_of
 from kda_jax.mosaic import divide, to_memory
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import launch, load
@@ -40,6 +42,40 @@ def unsupported(widths, taps) -> str | None:
     if not 1 < taps <= MOST_TAPS:
         return f"{taps} taps are not 2 to {MOST_TAPS}"
     return None
+
+
+def all_tokens(parts, weights, biases, state, slots, cu_seqlens, sources, checkpoints, *, every):
+    T, S = parts[0].shape[0], state.shape[0]
+    held, position, source = tokens_of(slots, sources, cu_seqlens, T, S)
+    begins = _begins(source, S, held, position)
+    y = convolved(parts, weights, biases, state, begins)
+    y, state = jax.lax.optimization_barrier((y, state))  # it has read the pool
+    for rows in moves(slots, sources, cu_seqlens, checkpoints, S, every):
+        state = move_on(parts, state, rows)
+    return y, state
+
+
+def drafted(x, weights, biases, state, slots, sources):
+    (N, T, C), S = x.shape, state.shape[0]
+    source = pools.sources_of(slots, sources, S)
+    live, position = pools.inside(slots, S)[:, None], jnp.arange(T, dtype=jnp.int32)[None]
+    begins = _begins(source[:, None], S, live, position).reshape(-1)
+    y = convolved((x.reshape(N * T, C),), weights, biases, state, begins)
+    return tuple(part.reshape(N, T, -1) for part in y)
+
+
+def move_on(parts, state, rows):
+    slots, sources, begins, counts = rows
+    S = state.shape[0]
+    slots = jnp.where(pools.inside(slots, S), slots, -1)
+    sources = jnp.where(pools.inside(sources, S), sources, -1)
+    return moved_on(parts, state, slots, sources, begins, counts)
+
+
+def _begins(source, S, held, position):
+    """`[T]`: what the kernels are told of each token."""
+    begins = jnp.where(source < S, source, NOTHING)
+    return jnp.where(held, jnp.where(position == 0, begins, GOES_ON), NOBODY)
 
 
 def convolved(parts, weights, biases, state, begins):

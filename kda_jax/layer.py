@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_contracts import LAYER_APPLY, LAYER_DECODE, LAYER_PREFILL
-from kda_jax import call, conv, dispatch, pools, projections
+from kda_jax import call, conv, conv_xla, dispatch, pools, projections
 from kda_jax.call import Array, Implementation
 from kda_jax.decode import packed_decode
 from kda_jax.layer_call import arrays_of, in_auto_axes, judge, pools_of
@@ -77,13 +77,13 @@ def kda_decode(
         # The kernels pass over padded rows, whatever they hold. XLA's gather does not, nor its
         # derivatives.
         x = projections.masked(x, live)
-    mixed_qkv, window = conv.one_token(
+    mixed_qkv, window = conv_xla.one_token(
         projections.channels(params, x),
-        conv.joined(projections.conv_kernels(params)),
+        conv_xla.joined(projections.conv_kernels(params)),
         cache.conv,
         slots,
         sources,
-        conv.joined(projections.conv_biases(params)),
+        conv_xla.joined(projections.conv_biases(params)),
     )
     out, state = packed_decode(
         mixed_qkv,
@@ -276,7 +276,7 @@ def kda_apply(
         owner = owners(cu_seqlens, T)
         live, position = (owner < N)[None], positions(cu_seqlens, owner)[None]
     x = projections.masked(x, live)
-    mixed = conv.without_pool(
+    mixed = conv_xla.without_pool(
         projections.channels(params, x),
         projections.conv_kernels(params),
         position,

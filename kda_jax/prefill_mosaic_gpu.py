@@ -31,8 +31,9 @@ from jax import lax
 from kda_contracts import Sizes
 from kda_jax import gates, pools
 from kda_jax.mosaic import divide, to_memory
-from kda_jax.prefill_plan import ALIGNED, betas, in_log2, places_of_kept, plan_chunks
+from kda_jax.prefill_plan import ALIGNED, betas, in_log2, plan_chunks
 from kda_jax.prefill_walk import TILE, ends_in_arrays, launch_walk
+from kda_jax.sequences import places_of_kept
 from kda_jax.transforms import unfused
 from kda_jax.wgmma import (
     CHUNK,

@@ -104,19 +104,6 @@ def _kept_of_rows(begin, T, every):
     return jnp.where(is_kept, rows * (T // every) + done // every - 1, -1)
 
 
-def places_of_kept(checkpoints, live, counts, total):
-    """`[total]`: the slot of each state on the way, of the first sequence, then of the second..
-
-    -1 for one that is not kept. live, counts: `[N]`, whose states are, and how many there are.
-    """
-    (N, M), first = checkpoints.shape, offsets(counts)
-    owner, number = owners(first, total), jnp.arange(total, dtype=jnp.int32)
-    sequence = jnp.minimum(owner, N - 1)
-    column = number - first[sequence]
-    is_kept = (owner < N) & live[sequence] & (column < M)
-    return jnp.where(is_kept, checkpoints[sequence, jnp.clip(column, 0, max(M - 1, 0))], -1)
-
-
 def in_chunks(x, plan):
     """`[B, T, heads, width]` as `[lanes, n, CHUNK, heads, width]`, zeros where no token is shown.
 

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax import call, pools
-from kda_jax.prefill_plan import places_of_kept
-from kda_jax.sequences import holders
+from kda_jax.sequences import holders, places_of_kept
 
 # The operands of a prefill in the order in which functions of arrays take them.
 ARRAYS = ("q", "k", "v", "a", "b", "pool", "slots", "sources", "cu_seqlens", "checkpoints")

@@ -67,8 +67,8 @@ def validate_cu_seqlens(
         )
 
 
-# On a GPU a search or a scan is a dozen kernels and more, and to compare all with all is one: 64
-# rows of a layer's prefill fell from 338 to ... us (H200). Up to so many comparisons.
+# On a GPU a search or a scan is a dozen kernels and more, and to compare all with all is one: 160
+# and 36 of them in a layer's prefill of 64 rows. Up to so many comparisons.
 COMPARED = 2**24
 
 
@@ -124,6 +124,19 @@ def positions(cu_seqlens, owner):
     """`[T]` int32: the number of each token in the sequence that owns it; in T for one of none."""
     token = jnp.arange(owner.shape[0], dtype=jnp.int32)
     return token - jnp.append(cu_seqlens[:-1], 0)[owner]
+
+
+def places_of_kept(checkpoints, live, counts, total):
+    """`[total]`: the slot of each state on the way, of the first sequence, then of the second..
+
+    -1 for one that is not kept. live, counts: `[N]`, whose states are, and how many there are.
+    """
+    (N, M), first = checkpoints.shape, offsets(counts)
+    owner, number = owners(first, total), jnp.arange(total, dtype=jnp.int32)
+    sequence = jnp.minimum(owner, N - 1)
+    column = number - first[sequence]
+    is_kept = (owner < N) & live[sequence] & (column < M)
+    return jnp.where(is_kept, checkpoints[sequence, jnp.clip(column, 0, max(M - 1, 0))], -1)
 
 
 def segments(ids, T):

@@ -93,7 +93,7 @@ def test_the_picture_is_the_table():
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("conv", "from kda_jax import decode_xla"),  # level
+        ("norm", "from kda_jax import decode_xla"),  # level
         ("pools", "from kda_jax.call import Static"),  # up
         ("layer", "from kda_jax.tools import oracle"),
         ("layer", "import kda_jax.tools.oracle"),

@@ -120,7 +120,7 @@ def test_a_derivative_and_a_vmap_are_those_of_xla():
 
 
 @pytest.mark.parametrize("T", [13, 5000])
-def test_they_lower_for_cuda(T):
+def test_the_convolutions_kernels_lower_for_cuda(T):
     parts, weights, pool, biases = make(T, dtype="bfloat16", pool_dtype="bfloat16", biased=True)
     slots, bounds = jnp.array([3, 1]), jnp.array([0, 4, 9])
     call = (parts, weights, pool, slots, bounds, None, None, biases)
