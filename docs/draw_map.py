@@ -25,7 +25,7 @@ FLOORS = {
         6: (
             "around the operators",
             "choose, explain; projections",
-            "dispatch projections prefill_pool conv",
+            "dispatch projections prefill_pool conv fused_mosaic_gpu",
         ),
         5: (
             "implementations",

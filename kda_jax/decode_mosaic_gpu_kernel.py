@@ -115,21 +115,21 @@ def _one_token(block):
     config, refs, steps, token = block.config, block.refs, block.steps, block.first
     # Loads come first: the gates hide their latency. At most `ahead` steps are under way beside
     # the present one.
-    held = [_load_state(block, start) for start in steps[: config.ahead]]
+    held = [load_state(block, start) for start in steps[: config.ahead]]
     shape = (CHUNKS, *config.chunk_shape)
-    q, k, decay, k_q, beta = _vectors(block, token, config.token_layout.reduce(0), shape)
+    q, k, decay, k_q, beta = vectors(block, token, config.token_layout.reduce(0), shape)
     for step, start in enumerate(steps):
         if step + config.ahead < len(steps):
-            held.append(_load_state(block, steps[step + config.ahead]))
+            held.append(load_state(block, steps[step + config.ahead]))
         v = _load(refs["v"].at[token, block.rows(block.value_column + start)], block.value_layout)
         v = v.astype(F32)
-        updated = _advance(block, token, start, held[step], q, k, decay, k_q, beta, v)
-        _store_state(block, start, updated)
+        updated = advance(block, token, start, held[step], q, k, decay, k_q, beta, v)
+        store_state(block, start, updated)
 
 
 def _many_tokens(block):
     refs, steps = block.refs, block.steps
-    held = tuple(_load_state(block, start) for start in steps)
+    held = tuple(load_state(block, start) for start in steps)
 
     def next_group(group, states):
         begin = block.first + group * WARPS
@@ -145,7 +145,7 @@ def _many_tokens(block):
     groups, _ = divide(block.last - block.first + (WARPS - 1), WARPS)
     states = lax.fori_loop(0, groups, next_group, held)
     for start, state in zip(steps, states, strict=True):
-        _store_state(block, start, state)
+        store_state(block, start, state)
 
 
 def _prepare(block, base):
@@ -156,8 +156,8 @@ def _prepare(block, base):
     def along(x):
         return lax.broadcast_in_dim(x, shape, (0,))
 
-    *vectors, k_q, beta = _vectors(block, tokens, layout, shape, along)
-    for which, parts in enumerate(vectors):
+    *three, k_q, beta = vectors(block, tokens, layout, shape, along)
+    for which, parts in enumerate(three):
         for repeat, part in enumerate(parts or ()):
             to_memory(refs["vectors"].at[:, which, pl.ds(repeat * CHUNKS, CHUNKS)], part)
     for which, x in enumerate((k_q, beta)):
@@ -184,14 +184,14 @@ def _next_token(block, token, base, states):
     after = []
     for step, (start, state) in enumerate(zip(block.steps, states, strict=True)):
         v = _load(refs["values"].at[at, block.rows(step * config.step_rows)], block.value_layout)
-        after.append(_advance(block, token, start, state, q, k, decay, k_q, beta, v))
+        after.append(advance(block, token, start, state, q, k, decay, k_q, beta, v))
     return tuple(after)
 
 
-def _advance(block, token, start, state, q, k, decay, k_q, beta, v):
+def advance(block, token, start, state, q, k, decay, k_q, beta, v, put=None):
     """One token over one step's state, in pieces: stores its results, returns the state.
 
-    q is None where no result is asked for.
+    q is None where no result is asked for. put: takes the float32 read-out instead of `out`.
     """
     shape, head, S = block.piece_shape, block.head, block.static.sizes.S
     pool = block.refs["pool"]
@@ -213,8 +213,12 @@ def _advance(block, token, start, state, q, k, decay, k_q, beta, v):
     )
     rows = block.rows(start)
     if state_q is not None:
-        out = block.refs["out"]
-        to_memory(out.at[token, head, rows], (state_q + u * k_q).astype(out.dtype))
+        read = state_q + u * k_q
+        if put is None:
+            out = block.refs["out"]
+            to_memory(out.at[token, head, rows], read.astype(out.dtype))
+        else:
+            put(read)
     if intermediate is not None:
         _store(block, updated, intermediate, token, head, rows)
     if writes is not None:
@@ -225,11 +229,12 @@ def _advance(block, token, start, state, q, k, decay, k_q, beta, v):
     return updated
 
 
-def _vectors(block, tokens, layout, shape, along=lambda x: x):
+def vectors(block, tokens, layout, shape, along=lambda x: x, keys=None):
     """`(q, k, decay, k . q, beta)` of one token, or of several; None for q where nobody reads.
 
     q, k and decay are lists of arrays `[..., CHUNKS, *chunk_shape]` of this shape and layout;
-    `along` spreads one number a token over them.
+    `along` spreads one number a token over them. keys: Refs of one head's q and k, `[chunks, ..]`,
+    in place of the rows of all heads.
     """
     refs, maths, head, chunks = block.refs, block.static.maths, block.head, block.chunks
     sizes, chunk_shape = block.static.sizes, block.config.chunk_shape
@@ -245,15 +250,18 @@ def _vectors(block, tokens, layout, shape, along=lambda x: x):
     def dot(x, y):
         return _total(block, [one * other for one, other in zip(x, y, strict=True)])
 
-    def key(ref, start):
-        x = vector(ref, tokens, start + group * chunks)
+    def key(name, start):
+        if keys is None:
+            x = vector(refs[name], tokens, start + group * chunks)
+        else:
+            x = vector(keys[name], 0)
         if maths.use_qk_l2norm:
             x = [part * along(gates.inverse_norm(dot(x, x))) for part in x]
         return x
 
-    q, k_q, k = None, None, key(refs["k"], k_start)
+    q, k_q, k = None, None, key("k", k_start)
     if block.static.reads:
-        q = [part * maths.scale for part in key(refs["q"], q_start)]
+        q = [part * maths.scale for part in key("q", q_start)]
         k_q = dot(k, q)
     inputs = vector(refs["a"], tokens, head * chunks)
     A_log, biases = None, [None] * len(inputs)
@@ -303,7 +311,7 @@ def _store(block, parts, ref, *index):
         to_memory(piece, part)
 
 
-def _load_state(block, start):
+def load_state(block, start):
     pool, head, S = block.refs["pool"], block.head, block.static.sizes.S
 
     def of(slot):
@@ -317,7 +325,7 @@ def _load_state(block, start):
     return lax.cond((source >= 0) & (source < S), lambda: of(source), lambda: _no_state(block))
 
 
-def _store_state(block, start, state):
+def store_state(block, start, state):
     if block.static.update_state:
         _store(block, state, block.refs["pool"], block.slot, block.head, block.rows(start))
 
