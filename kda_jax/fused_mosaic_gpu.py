@@ -90,9 +90,7 @@ def run(x, *, static, eps, parts=None, peers=True):
         values_s=plgpu.SMEM((rows,), F32),
         out_s=plgpu.SMEM((rows,), F32),
     )
-    cluster = {}
     if parts > 1:
-        cluster = dict(cluster=(parts,), cluster_names=("part",))
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
         if not peers:
             results["sums"] = jax.ShapeDtypeStruct((sizes.B, HV, parts), F32)
@@ -108,7 +106,8 @@ def run(x, *, static, eps, parts=None, peers=True):
         out_type=list(results.values()),
         grid=(sizes.B * sizes.H,),
         grid_names=("block",),
-        **cluster,
+        cluster=(parts,) if parts > 1 else (),
+        cluster_names=("part",) if parts > 1 else (),
         scratch_types=list(scratch.values()),
         kernel_name=static.op,
         # No automatic barriers, as in decode_mosaic_gpu.py; shared memory has its own below.
@@ -168,8 +167,8 @@ def _body(refs, *, static, config, parts, eps):
 
             def each(number, _):
                 block = block_of(number)
-                moves = lambda: pl.when(number == 0)(move)  # noqa: E731
-                _head(block, _first_steps(block), window, moves, part, parts, eps)
+                first = functools.partial(pl.when(number == 0), move)
+                _head(block, _first_steps(block), window, first, part, parts, eps)
 
             lax.fori_loop(0, heads, each, None)
 
@@ -215,7 +214,12 @@ def _keys(refs, window, sizes, group, config):
         y = plgpu.layout_cast(y.reshape(shape), plgpu.Layout.WG_STRIDED(shape, vec_size=1))
         to_memory(refs[name], y)
         moves.append(move)
-    return lambda: [move() for move in moves] and None
+
+    def move_on() -> None:
+        for move in moves:
+            move()
+
+    return move_on
 
 
 def _head(block, held, window, move, part, parts, eps):
@@ -260,11 +264,11 @@ def _sum_of_squares(refs, read, row, head, part, parts):
         _meet(refs)
         return sum(refs["sums"][row, head, other] for other in range(parts))
     _meet(refs)
-    rows, squares = read.shape[0], []
+    squares = jnp.zeros_like(read)
     for other in range(parts):
-        theirs = _load(plgpu.cluster_ref(refs["out_s"], {"part": other}), rows)
-        squares.append(theirs * theirs)
-    return sum(squares).sum()
+        theirs = _load(plgpu.cluster_ref(refs["out_s"], {"part": other}), read.shape[0])
+        squares = squares + theirs * theirs
+    return squares.sum()
 
 
 def _meet(refs):
