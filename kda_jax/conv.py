@@ -165,7 +165,8 @@ def all_tokens(
     tensors, indices = (parts, weights, biases), (cu_seqlens, sources, checkpoints)
     state, slots = pools.opened(pool, slots, *jax.tree.leaves((tensors, indices)))
     if 0 in (parts[0].shape[0], state.shape[0], slots.shape[0]):
-        return tuple(map(jnp.zeros_like, parts)), pools.unchanged(pool)
+        nothing = jnp.zeros_like(jnp.concatenate(parts, axis=-1))
+        return conv_xla.cut(nothing, weights), pools.unchanged(pool)
     module = _kernels(weights) if kernels else None
     run = _choose("all_tokens", module, floats=4, others=4, every=every)
     y, state = run(*tensors, state, slots, *indices)

@@ -37,7 +37,7 @@ MUTANTS = {
     },
     "beta rounded to bfloat16": {
         "decode_mosaic_gpu_kernel": (
-            ("dot(k, q), gated[0][1]", "dot(k, q), gated[0][1].astype(jnp.bfloat16).astype(F32)"),
+            ("k_q, gated[0][1]", "k_q, gated[0][1].astype(jnp.bfloat16).astype(F32)"),
         ),
         "decode_xla": (
             (
@@ -109,7 +109,10 @@ MUTANTS = {
     },
     "scale on k": {
         "decode_mosaic_gpu_kernel": (
-            ("q = [part * maths.scale for part in q]", "k = [part * maths.scale for part in k]"),
+            (
+                'q = [part * maths.scale for part in key("q", q_start)]',
+                'q, k = key("q", q_start), [part * maths.scale for part in k]',
+            ),
         ),
         "decode_xla": (("(q * jnp.float32(maths.scale), k)", "(q, k * jnp.float32(maths.scale))"),),
     },
